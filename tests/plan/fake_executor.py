@@ -29,6 +29,7 @@ from afterglow.plan.step import (
     Run,
     Save,
     SaveDone,
+    SelectingPass,
     Step,
     StepResult,
     Store,
@@ -199,6 +200,7 @@ class FakeExecutor:
         self.done: list[TransferDone] = []
         self.void = 0  # rows of wrong guesses
         self.selecting_seconds = 0.0  # that passes take which select; 0: they do not say
+        self.selecting_bytes = 0  # that these read
         self.kept: set[int] = set()  # slots that may be read ahead of a job's turn
         self.read_ahead: RowsAhead | None = None  # what the last step named
         self.ahead = {"foreseen": 0, "other": 0}  # jobs that joined when their rows were read ahead
@@ -293,7 +295,7 @@ class FakeExecutor:
     def _run(self, run: Run, result: StepResult, late: list[int]) -> None:
         text = self.texts[run.job]
         if run.admit is not None and run.admit.selectable and self.selecting_seconds:
-            result.selecting[run.job] = self.selecting_seconds
+            result.selecting[run.job] = SelectingPass(self.selecting_seconds, self.selecting_bytes)
         if self.window:
             self._make_room(run)
         failed = self._gather(run, late)

@@ -303,6 +303,22 @@ def test_loading_can_be_asked_for_where_rows_are_selected() -> None:
     assert selects(server, words(HISTORY, 9000))
 
 
+def test_the_bytes_that_selecting_reads_are_learned() -> None:
+    """Selected rows lie in chunks, all of which are read: a quarter of the rows may be all bytes."""
+    server = taught(load_seconds=1.6)
+    cost = server.scheduler.cache.cost
+    server.executor.selecting_seconds = 2.1
+    assert cost.selected_part(0.25) == 0.25
+    server.executor.selecting_bytes = 4 * server.scheduler.cache.capacity.file_bytes[-1]  # all four extents
+    found = []
+    for _ in range(6):
+        found.append(selects(server, words(HISTORY, 9000)))
+        to_disk(server)
+    assert found[0]
+    assert not found[-1], "it reads as much as a load"
+    assert cost.selected_part(0.25) > 0.5
+
+
 def test_what_selecting_takes_is_learned() -> None:
     server = taught(load_seconds=0.01)
     server.executor.selecting_seconds = 5.0

@@ -38,7 +38,7 @@ from afterglow.kernels.device_reads import possible
 from afterglow.memory.prefault import Prefault, SlotPrefault
 from afterglow.model.decoder import Decoder
 from afterglow.plan.batching.compose import IDLE_PREFILL
-from afterglow.plan.step import Run, Step, StepResult
+from afterglow.plan.step import Run, SelectingPass, Step, StepResult
 from afterglow.request import Request
 
 log = logging.getLogger("afterglow.engine")
@@ -212,7 +212,8 @@ class TorchRunner:
             own = self._outputs.draw([run], [moved], separate.hidden.normed, [last], failed=failed)
             if not failed:
                 own.selected[run.job] = separate.selection.summary()
-                own.result.selecting[run.job] = separate.seconds
+                read = separate.selection.prefix.reads.bytes
+                own.result.selecting[run.job] = SelectingPass(separate.seconds, read)
             out.add(own)
         out.result = replace(out.result, waiting=waiting, exhausted=exhausted)
 

@@ -39,10 +39,19 @@ class ChunkReads:
         self._layout = loader.layout
         self._views = views
         self._coming: dict[ChunkKey, _Coming] = {}
+        self._readings: list[Reading] = []  # whose bytes are not counted
+        self._bytes = 0
         self.away = 0.0
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._coming
+
+    @property
+    def bytes(self) -> int:
+        """Count the bytes that have been read for this request so far."""
+        self._bytes += sum(reading.bytes for reading in self._readings if reading.ended)
+        self._readings = [reading for reading in self._readings if not reading.ended]
+        return self._bytes
 
     def asked(self, layer: int, tensor: int) -> list[ChunkKey]:
         """List the chunks of a layer's keys or values that were asked for."""
@@ -93,6 +102,7 @@ class ChunkReads:
                 reads.append(ChunkRead(key.layer, key.tensor, first, stop, into))
                 pieces += zip(run, itertools.repeat(reads[-1]), into)
             reading = loader.read(extent, reads, wanted[0].edition, priority)
+            self._readings.append(reading)
             for key, read, memory in pieces:
                 self._coming[key] = _Coming(reading, read, self._as_rows(memory, key.tensor))
 

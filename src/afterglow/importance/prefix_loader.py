@@ -64,7 +64,7 @@ class PrefixLoader:
         self._view_of = torch.arange(len(views)).repeat_interleave(torch.tensor(lengths))
         self._editions: list[str] = [""] * len(views)
         self._orders: list[list[RowOrder] | None] = [None] * len(views)
-        self._reads = ChunkReads(loader, self.views)
+        self.reads = ChunkReads(loader, self.views)
         self._layouts: dict[int, RowLayout] = {}
         self._guessed: dict[int, Speculation[ChunkKey]] = {}
         self._guesses: bool | None = None  # were chunks guessed for the layer that comes; None: there was no choice
@@ -76,7 +76,7 @@ class PrefixLoader:
         Raises: `RowsLost`.
         """
         yield from self._look_up()
-        self._began, self._away = time.perf_counter(), self._reads.away
+        self._began, self._away = time.perf_counter(), self.reads.away
         self._ask_probe_keys(0)
         self._speculate(0, None)
 
@@ -91,7 +91,7 @@ class PrefixLoader:
 
     def _probe_keys(self, layer: int) -> Waits[Tensor]:
         sidecars = [self._sidecar(at, layer) for at in range(len(self.views))]
-        here = yield from self._reads.fetch([key for key in sidecars if key is not None])
+        here = yield from self.reads.fetch([key for key in sidecars if key is not None])
         chunks, used = [], []
         for view, key in zip(self.views, sidecars, strict=True):
             if key is None:
@@ -145,7 +145,7 @@ class PrefixLoader:
 
     def _means(self, layer: int) -> Waits[tuple[Tensor, Tensor]]:
         names = [self._key(at, layer, MEANS, 0) for at in range(len(self.views))]
-        here = yield from self._reads.fetch([key for key in names if key is not None])
+        here = yield from self.reads.fetch([key for key in names if key is not None])
         keys, values, cache = [], [], self._loader.cache
         for view, key in zip(self.views, names, strict=True):
             if key is not None:
@@ -171,10 +171,10 @@ class PrefixLoader:
     def ahead(self, layer: int, selection: Selection) -> None:
         """Ask for chunks of the next layer, while this one, which has selected, computes (SPEC §IV-C)."""
         now = time.perf_counter()
-        self._loader.budget.measured(now - self._began - (self._reads.away - self._away))
+        self._loader.budget.measured(now - self._began - (self.reads.away - self._away))
         if self._guesses is not None:
             self._loader.worth.took(self._guesses, (now - self._began) / self.rows)
-        self._began, self._away = now, self._reads.away
+        self._began, self._away = now, self.reads.away
         if layer + 1 < self._layout.layers:
             self._ask_probe_keys(layer + 1)
             self._speculate(layer + 1, selection)
@@ -193,16 +193,16 @@ class PrefixLoader:
         chunks[places.number[wanted]] = True
         rows = chunks[places.number].nonzero().squeeze(1)
         found = yield from self._tensor(layer, tensor, self._locate(layer, rows, wanted))
-        self._reads.clear()  # these chunks are not asked for again
+        self.reads.clear()  # these chunks are not asked for again
         self._loader.stats.renewed_rows += len(rows)
         return rows, found
 
     def close(self) -> None:
         """End after the last layer. Waits for nothing."""
         for guessed in self._guessed.values():
-            guessed.settle([], self._reads.take_back(guessed.pending()))
+            guessed.settle([], self.reads.take_back(guessed.pending()))
         self._guessed.clear()
-        self._reads.clear()
+        self.reads.clear()
 
     def _retried(self, work: Callable[[], Waits[T]]) -> Waits[T]:
         """Run work, and begin it again where a file turns out to be another one.
@@ -237,7 +237,7 @@ class PrefixLoader:
             readings[at] = self._loader.read(self.views[at].extent, [], "", DEMAND)
         for at, reading in readings.items():
             view = self.views[at]
-            yield from self._reads.wait_for(reading, view.extent)
+            yield from self.reads.wait_for(reading, view.extent)
             head = reading.head
             assert head is not None
             self._editions[at], self._orders[at] = head.edition, None
@@ -268,9 +268,9 @@ class PrefixLoader:
 
     def _ask_probe_keys(self, layer: int) -> None:
         if self._asks:
-            self._reads.ask([key for at in self._on_disk() if (key := self._sidecar(at, layer))], PREFETCH)
+            self.reads.ask([key for at in self._on_disk() if (key := self._sidecar(at, layer))], PREFETCH)
             if self._layout.means:
-                self._reads.ask([key for at in self._on_disk() if (key := self._key(at, layer, MEANS, 0))], PREFETCH)
+                self.reads.ask([key for at in self._on_disk() if (key := self._key(at, layer, MEANS, 0))], PREFETCH)
 
     def _speculate(self, layer: int, before: Selection | None) -> None:
         """Ask for chunks that a layer is likely to select. `before`: the selection of the layer before."""
@@ -290,7 +290,7 @@ class PrefixLoader:
         keys = within(numbers, lambda number: self._missing(places, layer, number), most)
         for key in keys:
             guessed.submit(key, loader.chunk_bytes)
-        self._reads.ask(keys, PREFETCH)
+        self.reads.ask(keys, PREFETCH)
         if not keys:
             self._guesses = None
 
@@ -311,7 +311,7 @@ class PrefixLoader:
         at, chunk = places[number]
         keys = (self._key(at, layer, tensor, chunk) for tensor in (KEYS, VALUES))
         look = self._loader.cache.look
-        return [key for key in keys if key is not None and key not in self._reads and look(key) is None]
+        return [key for key in keys if key is not None and key not in self.reads and look(key) is None]
 
     def _settle(self, layer: int, located: _Located, with_keys: bool) -> None:
         """Count which guesses for a layer were right, now that it has selected, and ask for the rest."""
@@ -324,16 +324,16 @@ class PrefixLoader:
         ]
         not_cached = [key for key in keys if self._loader.cache.look(key) is None]
         if not with_keys:  # all keys have been asked for
-            not_cached += self._reads.asked(layer, KEYS)
+            not_cached += self.reads.asked(layer, KEYS)
         guessed = self._guessed.pop(layer, None)
         if guessed is not None:
             for key in guessed.pending():
-                if self._reads.has_come(key):
+                if self.reads.has_come(key):
                     guessed.landed(key)
             unwanted = set(guessed.pending()).difference(not_cached)
-            gone = self._reads.take_back(list(unwanted))  # they would keep the disk from what is wanted next
+            gone = self.reads.take_back(list(unwanted))  # they would keep the disk from what is wanted next
             guessed.settle([(key, self._loader.chunk_bytes) for key in not_cached], gone)
-        self._reads.ask(not_cached, DEMAND)
+        self.reads.ask(not_cached, DEMAND)
 
     # ------------------------------------------------------------------------------------------- cached rows
 
@@ -357,7 +357,7 @@ class PrefixLoader:
         Raises: `RowsLost`.
         """
         keys = [self._key(at, layer, tensor, chunk) for at, chunk in located.chunks]
-        here = yield from self._reads.fetch([key for key in keys if key is not None])
+        here = yield from self.reads.fetch([key for key in keys if key is not None])
         chunks, used, size = [], [], self._loader.chunk_rows
         for (at, chunk), key, hit in zip(located.chunks, keys, located.hits, strict=True):
             view = self.views[at]

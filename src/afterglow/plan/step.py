@@ -7,8 +7,8 @@ One iteration of the engine (and, on the same code, of a simulator):
     result = runner.run(step)                           one sampled token per job that asked for one
     events = scheduler.commit(step, result, done, now)  what the callers are told
 
-Rows and blocks: row i of a job is its i-th token; a block is 64 rows of one extent, all layers, keys and values;
-a slot is a block's place in the host arena. Block b of an extent holds its rows [64 b, 64 b + 64).
+Row i of a job is its i-th token; a block is 64 rows of one extent, [64 b, 64 b + 64), all layers, keys and values; a slot is a block's
+place in the host arena.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ DEMAND, PREFETCH, SAVE, BACKGROUND = range(4)  # priorities of moves: the lower 
 class ExtentRecord:
     """A stored extent's facts, all durable in the catalog.
 
-    The extent's rows follow the first `parent_rows` rows of `parent` (None: the start of a conversation).
-    `tokens` is its own rows' token ids, 4 bytes each, little-endian. `file_bytes` is its size on disk. `expires`: when
-    no job needs it any more; infinity: no job has named an end.
-    """
+    The extent's rows follow the first `parent_rows` rows of `parent` (None: the start of a conversation). `tokens` is its own rows' token
+    ids, 4 bytes each, little-endian. `file_bytes` is its size on disk. `expires`: when no job needs it any more; infinity: no job has
+    named an end."""
 
     id: ExtentId
     parent: ExtentId | None
@@ -67,11 +66,10 @@ class Use(NamedTuple):
 class Load(NamedTuple):
     """Disk -> host. Layers complete in order; `KVStore.wait_layer(move, layer)` waits for one.
 
-    `ahead`: how many layers may be read before `KVStore.release(move)` is called, as with a read buffer of that many
-    layers (CachedAttention §3.2.1). None: all; 0: none. `most_s`: seconds after which it is given up, unless
-    a job waits for it by then: it is asked for to see how fast the tier is. `skip`: blocks at the beginning that layers with a
-    sliding window leave out: no query is to see their rows there.
-    """
+    `ahead`: how many layers may be read before `KVStore.release(move)` is called, as with a read buffer of that many layers
+    (CachedAttention §3.2.1). None: all; 0: none. `most_s`: seconds after which it is given up, unless a job waits for it by then: it
+    is asked for to see how fast the tier is. `skip`: blocks at the beginning that layers with a sliding window leave out: no query is
+    to see their rows there."""
 
     move: int
     extent: ExtentId
@@ -108,10 +106,9 @@ class Drop:
 class Copy:
     """Host -> host: parts of extents become an extent of their own.
 
-    Each piece is (slots of a whole extent, first row, stop row). The pieces one after another become rows [0, rows) of
-    the blocks in `slots`, in all layers; the rest of the last block is zeroed. No slot is both read and written, and
-    the pieces' slots are full before the move is handed out.
-    """
+    Each piece is (slots of a whole extent, first row, stop row). The pieces one after another become rows [0, rows) of the blocks in
+    `slots`, in all layers; the rest of the last block is zeroed. No slot is both read and written, and the pieces' slots are full
+    before the move is handed out."""
 
     move: int
     pieces: tuple[tuple[tuple[int, ...], int, int], ...]
@@ -124,10 +121,9 @@ Move = Load | Store | Drop | Copy
 
 
 class MoveDone(NamedTuple):
-    """A move has ended. `slots_busy`: a timed-out read may still write into the slots; a second `MoveDone` with
-    `slots_busy=False` follows when it no longer can. `bytes` and `seconds` feed the measured rates. `why` it failed, in
-    a word: damage, missing, no_space, io, timeout, refused (not even tried) or slow (given up after its `most_s`; the
-    bytes are those that had come)."""
+    """A move has ended. `slots_busy`: a timed-out read may still write into the slots; a second `MoveDone` with `slots_busy=False`
+    follows when it no longer can. `bytes` and `seconds` feed the measured rates. `why` it failed, in a word: damage, missing,
+    no_space, io, timeout, refused (not even tried) or slow (given up after its `most_s`; the bytes are those that had come)."""
 
     move: int
     ok: bool
@@ -190,11 +186,10 @@ class Selectable(NamedTuple):
 class Admit:
     """How a job's context comes to the device before its first forward pass.
 
-    Rows [0, device_rows) come from the retained device context `context`: taken over (`take`, the context is gone
-    afterwards, its rows beyond `device_rows` forgotten) or shared, with a copy of a page that is not full. With `selectable` (SPEC) none of its prefix comes as a
-    whole; the job's own rows begin behind those views. `fellow`: the rows [0, device_rows), whole blocks, are those of a job that runs. Of the prefix the first `exact` rows are a registered prompt's: they
-    are always attended to (spec X8).
-    """
+    Rows [0, device_rows) come from the retained device context `context`: taken over (`take`, the context is gone afterwards, its rows
+    beyond `device_rows` forgotten) or shared, with a copy of a page that is not full. With `selectable` (SPEC) none of its prefix
+    comes as a whole; the job's own rows begin behind those views. `fellow`: the rows [0, device_rows), whole blocks, are those of a
+    job that runs. Of the prefix the first `exact` rows are a registered prompt's: they are always attended to (spec X8)."""
 
     context: int | None
     take: bool
@@ -221,12 +216,11 @@ class Save(NamedTuple):
 class Run(NamedTuple):
     """One job's share of a step: compute `tokens` at rows [start, start + len(tokens)).
 
-    `gathers` bring in, from host and in order, the rows before `start` that are not on the device yet; mostly in a
-    job's first run, but where rows are recomputed while those behind them are loaded, also later.
-    `sample`: draw the next token from the last row. `capacity`: rows that the job's device segment may hold from
-    now on (already counted against the budget; it never shrinks while the job runs). The last `guessed` of `tokens` are guesses of what
-    will be drawn: a token is drawn from the last of the job's own rows as well, and from the row of each guess that was right.
-    """
+    `gathers` bring in, from host and in order, the rows before `start` that are not on the device yet; mostly in a job's first run, but
+    where rows are recomputed while those behind them are loaded, also later. `sample`: draw the next token from the last row.
+    `capacity`: rows that the job's device segment may hold from now on (already counted against the budget; it never shrinks while
+    the job runs). The last `guessed` of `tokens` are guesses of what will be drawn: a token is drawn from the last of the job's own
+    rows as well, and from the row of each guess that was right."""
 
     job: int
     start: int
@@ -289,10 +283,9 @@ class Release:
 class Step:
     """Carried out in this order: releases, frees (retained contexts), moves, runs.
 
-    `wake_at`: with nothing to run, when to look again (None: only when something arrives or completes).
-    `repeat`: if nothing arrives or completes before, it may be carried out so often before it is committed: all its runs
-    decode, and each time would lead to the same step, one row further, with nothing to be released or freed. `shares`: what its jobs have in common.
-    """
+    `wake_at`: with nothing to run, when to look again (None: only when something arrives or completes). `repeat`: if nothing arrives or
+    completes before, it may be carried out so often before it is committed: all its runs decode, and each time would lead to the same
+    step, one row further, with nothing to be released or freed. `shares`: what its jobs have in common."""
 
     number: int
     releases: tuple[Release, ...] = ()
@@ -310,18 +303,24 @@ class Step:
         return not (self.releases or self.frees or self.moves or self.urged or self.runs)
 
 
+class SelectingPass(NamedTuple):
+    """Tell the seconds of a pass that selected, without what it waited for, and the bytes that it read from disk."""
+
+    seconds: float
+    bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`tokens[job]` for each run with `sample`, the last one that was drawn: before it the first `accepted[job]` guesses of the
-    run were (none, where it is not in there). The rows of the others are void: they were not saved, and no `SaveDone` tells of
-    them. `failed[job]`: the extent whose layers did not arrive (the job's
-    rows of this step are void). A step of one row each that was carried out `repeats` times may instead say in `drawn` what
-    each job has drawn, uint32 little-endian; then no events tell of the tokens of jobs that decode on. `exhausted`: jobs
-    whose runs the device had no memory for, the newest ones; their rows of this step are void too. `waiting`: jobs that
-    select (SPEC) whose runs have not ended, since what they need is on its way from disk or others were not to wait for them:
-    the same runs, but for `admit`, are handed out again, and go on. `late`: those of `failed` whose layers are still on
-    their way, and were not waited for any longer because others waited. `selecting`: seconds that the passes of jobs that select
-    took whose runs have ended, but for what they waited for."""
+    """`tokens[job]` for each run with `sample`, the last one that was drawn: before it the first `accepted[job]` guesses of the run were
+    (none, where it is not in there). The rows of the others are void: they were not saved, and no `SaveDone` tells of them.
+    `failed[job]`: the extent whose layers did not arrive (the job's rows of this step are void). A step of one row each that was
+    carried out `repeats` times may instead say in `drawn` what each job has drawn, uint32 little-endian; then no events tell of the
+    tokens of jobs that decode on. `exhausted`: jobs whose runs the device had no memory for, the newest ones; their rows of this step
+    are void too. `waiting`: jobs that select (SPEC) whose runs have not ended, since what they need is on its way from disk or others
+    were not to wait for them: the same runs, but for `admit`, are handed out again, and go on. `late`: those of `failed` whose layers
+    are still on their way, and were not waited for any longer because others waited. `selecting`: passes of jobs that select, whose
+    runs have ended."""
 
     tokens: dict[int, int]
     failed: dict[int, ExtentId]
@@ -331,7 +330,7 @@ class StepResult:
     waiting: Sequence[int] = ()
     late: Sequence[int] = ()
     accepted: dict[int, int] = field(default_factory=dict)
-    selecting: dict[int, float] = field(default_factory=dict)
+    selecting: dict[int, SelectingPass] = field(default_factory=dict)
 
 
 # ------------------------------------------------------------------------------------ jobs in and events out
@@ -358,24 +357,20 @@ class JobSpec:
     discard: tuple[tuple[int, int], ...] = ()  # prompt rows [start, stop) to leave out in any case (with `truncation`)
     scores: tuple[float, ...] = ()  # how important the first rows are, where `Scheduler.outgrown` has asked for it
     tie: int = 0  # of jobs that arrive together, those with equal values are served side by side
-    selects: bool = (
-        False  # take the important rows of the cached prefix, and leave nothing (SPEC; spec X3), where that pays
-    )
+    selects: bool = False  # take the cached prefix's important rows where that pays, and leave nothing (SPEC; spec X3)
     retention: float = 0.0  # the share of these rows; 0: it selects whatever that takes
     renews: bool = False  # and go on taking while it decodes: what it takes from stays where it is
-    breakpoints: tuple[
-        Breakpoint, ...
-    ] = ()  # where extents end, and what lies before is kept longer (see `tiers.marks`)
+    breakpoints: tuple[Breakpoint, ...] = ()  # where extents end; what lies before is kept longer (`tiers.marks`)
     aside: bool = False  # the engine's own: what it leaves is its conversation's, but no turn of that waits for it
     patient: bool = False  # alone, it is computed in short passes, so that a job that comes need not wait for long
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A job has run its first step: where its cached prompt tokens were when it was scheduled. Told once per job,
-    and only after the loads have come, so that it is true. `dropped` tokens of the prompt were left out; `embedded`:
-    and those that remained are such as had seen them, at new positions. `missed` tokens were not in the cache, for the
-    reason `why`; tokens neither cached nor missed were cached and are computed all the same. `shared` came from other engines."""
+    """A job has run its first step: where its cached prompt tokens were when it was scheduled. Told once per job, and only after the
+    loads have come, so that it is true. `dropped` tokens of the prompt were left out; `embedded`: and those that remained are such as
+    had seen them, at new positions. `missed` tokens were not in the cache, for the reason `why`; tokens neither cached nor missed
+    were cached, but are computed. `shared` came from other engines."""
 
     job: int
     device: int

@@ -18,7 +18,7 @@ from afterglow.plan.batching.job import Job
 from afterglow.plan.batching.queue import RequestQueue
 from afterglow.plan.cache import Cache
 from afterglow.plan.stats import Counters
-from afterglow.plan.step import ExtentId, Run, Step, StepResult
+from afterglow.plan.step import ExtentId, Run, SelectingPass, Step, StepResult
 from afterglow.plan.tiers.cost import Work
 
 
@@ -40,7 +40,7 @@ class Committer:
         self._measure(step, result, now - opened)
         for run in step.runs:
             if run.job in result.selecting and run.own > 1:  # decoded tokens may have a pass of their own too
-                self._cache.cost.selected(run.own, run.start, result.selecting[run.job])
+                self._selected(run, result.selecting[run.job])
             if run.job in result.exhausted:
                 self._exhausted(self._queue.jobs[run.job], now)
             elif run.job in result.failed:
@@ -49,6 +49,13 @@ class Committer:
                 self._waiting(self._queue.jobs[run.job], run, now)
             else:
                 self._committed(run, result.tokens, now, result.accepted.get(run.job, 0))
+
+    def _selected(self, run: Run, told: SelectingPass) -> None:
+        """Learn what selecting takes, and which part of the bytes on disk it reads."""
+        job = self._queue.jobs[run.job]
+        self._cache.cost.selected(run.own, run.start, told.seconds)
+        if job.bytes_on_disk and job.spec.retention:
+            self._cache.cost.read_selected(job.spec.retention, told.bytes / job.bytes_on_disk)
 
     def _measure(self, step: Step, result: StepResult, seconds: float) -> None:
         """Learn what computing takes from passes with a prefill in them that had nothing to wait for."""

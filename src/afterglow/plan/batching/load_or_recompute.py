@@ -90,7 +90,6 @@ class LoadOrRecompute:
         self.whole = options.preload == "whole"
         self._cache = cache
         self._seen = seen
-        self._probe_part = options.probe_part
 
     def choose(self, job: Job, views: list[View], row: int, now: float) -> list[View]:
         """Choose the views to be used, so that the prefill is predicted to end first; the others are recomputed.
@@ -116,8 +115,8 @@ class LoadOrRecompute:
         cold = self._cold(views, row)
         if not cold or not self._known([views[i] for i in cold]):
             return False
-        cost, share = self._cache.cost, job.spec.retention
-        share += (1 - share) * self._probe_part
+        cost = self._cache.cost
+        share = cost.selected_part(job.spec.retention)
         prefix = row + sum(view.stop - view.start for view in views)
         reads = [int(share * views[i].extent.file_bytes) for i in cold]
         selecting = max(cost.loads(reads, now), cost.select(job.length - prefix, prefix))

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from afterglow.choices import KVSource, Preload, ReadBuffer
 from afterglow.plan.prefix.extent import Extent
 from afterglow.plan.scheduler import Scheduler
-from afterglow.plan.step import ExtentRecord, JobSpec, MoveDone, SaveDone, Step, StepResult, TransferDone
+from afterglow.plan.step import ExtentRecord, JobSpec, MoveDone, SaveDone, SelectingPass, Step, StepResult, TransferDone
 from afterglow.request import Breakpoint
 
 Entry = dict[str, Any]  # a line of a journal
@@ -278,7 +278,7 @@ class Commit(Input):
             waiting=tuple(entry.get("waiting", ())),
             late=tuple(entry.get("late", ())),
             accepted=dict(entry.get("accepted", ())),
-            selecting=dict(entry.get("selecting", ())),
+            selecting={job: SelectingPass(*told) for job, told in entry.get("selecting", ())},
         )
         return cls(None, result, unpacked(entry["done"]), entry["now"])
 

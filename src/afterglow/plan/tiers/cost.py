@@ -111,8 +111,10 @@ class Work:
 class Cost:
     """Predictions for one engine."""
 
-    def __init__(self, layers: int, readers: int = 1) -> None:
+    def __init__(self, layers: int, readers: int = 1, probe_part: float = 0.0) -> None:
+        """`probe_part`: see `SchedulerOptions`."""
         self.layers = layers
+        self._probe_part = probe_part
         self._read_at = 0.0  # when a read was last measured
         self._fetch_at = 0.0
         self._probe_at = 0.0  # no probe before: the last ones have had their share
@@ -120,6 +122,7 @@ class Cost:
         self._fetch = Fit(2, READS)  # reads of the shared tier, up to their last row in host
         self._pass = Fit(4, PASSES)
         self._select = Fit(3, PASSES)  # passes of jobs that select from their prefix
+        self._chunks = 1.0  # what these read, as a multiple of the rows that they select
         self._free = [0.0] * readers  # when each reader is going to have read all that it was asked for
         self._far_free = [0.0]  # the same for the shared tier, to which there is one line
         self._times: dict[int, tuple[float, float]] = {}  # when first and last layers of loads under way will be there
@@ -205,6 +208,11 @@ class Cost:
         """Learn from a pass that selected from `prefix` rows for `rows` new ones; without what it waited for."""
         self._select.add((1.0, rows, prefix), seconds)
 
+    def read_selected(self, retention: float, part: float) -> None:
+        """Learn which part of the bytes on disk a pass has read that selected the share `retention` of the rows: rows come in chunks, of
+        which caches have some."""
+        self._chunks += (part / self._selected_rows(retention) - self._chunks) / 4
+
     # ----------------------------------------------------------------------------------------- predicting
 
     @property
@@ -249,6 +257,14 @@ class Cost:
     def select(self, rows: int, prefix: int) -> float:
         """Seconds of a pass that selects from `prefix` rows for `rows` new ones. At least as long as one without a prefix."""
         return max(self._select.predict((1.0, rows, prefix)) or 0.0, self.compute(rows, 0))
+
+    def selected_part(self, retention: float) -> float:
+        """Return the part of the bytes on disk that a pass reads which selects the share `retention` of the rows."""
+        return min(1.0, self._chunks * self._selected_rows(retention))
+
+    def _selected_rows(self, retention: float) -> float:
+        """Return the part that these rows alone are, with what is read in any case."""
+        return retention + (1 - retention) * self._probe_part
 
     def gather(self, rows: int) -> float:
         """Seconds that a forward pass takes longer for gathering `rows` rows."""

@@ -42,7 +42,7 @@ class Placement:
         self.replaced: list[ExtentId] = []  # by merged ones, likewise, and not of those that stay in memory
         self.lost: list[Extent] = []  # forgotten, although conversations with a name had used them
         self.ghosts = Ghosts()
-        self.cost = Cost(capacity.layers, capacity.readers)
+        self.cost = Cost(capacity.layers, capacity.readers, options.probe_part)
         self.candidates = EvictionCandidates(POLICIES[options.policy])
         self.moves = Moves()
         self.disk = Disk(capacity, self.candidates, self.moves, counters, self.forget)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
-import os
 import sys
 import threading
 import time
@@ -19,12 +18,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from afterglow.memory.pages import HUGE_PAGE, Bytes
+from afterglow.thread_priority import give_way
 
 THREAD: Final = "afterglow-prefault"
 SLOT_BYTES: Final = 128 << 20  # of the host arena, beyond the last slot that was used
 PATIENCE: Final = 0.25  # seconds; when steps leave no time for so long, one piece is touched all the same
 _QUIET: Final = 0.02  # seconds without a step after which there is time
-_NICE: Final = 10  # of the thread
 _POPULATE_WRITE: Final = 23  # madvise(2): as if written to, but nothing changes; Linux 5.14
 
 
@@ -60,7 +59,7 @@ class Prefault:
                 threading.Thread(target=self._run, name=THREAD, daemon=True).start()
 
     def _run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        give_way()
         while True:
             with self._lock:
                 if not self._queue:

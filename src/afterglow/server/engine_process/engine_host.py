@@ -17,7 +17,6 @@ from afterglow.errors import AfterglowError, UserError
 from afterglow.memo.texts import TextEmbedder
 from afterglow.request import Output, Request
 from afterglow.server.bridge import EngineLike
-from afterglow.server.embedding_models import give_way
 from afterglow.server.engine_process import far
 from afterglow.server.engine_process.channel import (
     Answer,
@@ -30,6 +29,7 @@ from afterglow.server.engine_process.channel import (
 )
 from afterglow.server.engine_process.outputs import NewTokens, OutputWriter
 from afterglow.text import Tokenizer
+from afterglow.thread_priority import give_way
 
 log = logging.getLogger("afterglow.server")
 

@@ -289,8 +289,9 @@ class EngineConfig:
         "per_head", "Where probe heads disagree: per_head takes a set of rows for each head, all takes all rows."
     )
     importance_rest: ImportanceRest = option(
-        "means",
-        "Rows that a layer does not take: means stands the mean of each 64 in for them, forget leaves them out (SPEC).",
+        "forget",
+        "Rows that a layer does not take: forget leaves them out (SPEC); means stands the mean of each 64 in for them, which are in the "
+        "files then: another format and folder. It helps with --importance-mass.",
     )
     importance_renew: int = option(
         1,
@@ -369,7 +370,7 @@ class EngineConfig:
         for name in ("importance", "importance_mass"):
             if (share := getattr(self, name)) is not None and not 0 < share <= 1:
                 raise ConfigError(f"--{name.replace('_', '-')} is a share, more than 0 and at most 1, got {share}")
-        for name, unused in (("importance_mass", 1), ("importance_chunk", BLOCK_ROWS), ("importance_rest", "means")):
+        for name, unused in (("importance_mass", 1), ("importance_chunk", BLOCK_ROWS), ("importance_rest", "forget")):
             if self.importance is None and getattr(self, name) != unused:
                 raise ConfigError(f"--{name.replace('_', '-')} does nothing without --importance: give that too")
         if self.importance is not None and not self.cache.reuse:

@@ -21,10 +21,12 @@ from benchmarks.papers.spec.means import left_out, means_of
 from afterglow.config import EngineConfig
 from afterglow.engine.engine import Completion
 from afterglow.errors import ConfigError, RequestError
+from afterglow.importance import in_host
 from afterglow.importance.chunk_loader import ChunkLoader
 from afterglow.importance.select import SelectionRules
 from afterglow.plan.batching.admission import MIN_ASKING_ROWS
 from afterglow.request import Output, Request, SamplingParams, completion_of
+from afterglow.store.extents.means import chunk_means
 from tests.engine.by_hand import ask_truncated, logprobs, reference
 from tests.engine.conftest import FAMILIES, OTHER_SCORES, VOCAB, Handle, in_turn
 from tests.engine.test_exact_reuse import same
@@ -126,10 +128,10 @@ def test_a_selection_is_what_it_is_in_memory(
     start: Start, model_of: Models, tmp_path: Path, family: str, tier: str
 ) -> None:
     model = model_of(family)
-    handle = start(model, tmp_path, importance=1.0, importance_exact="never")
+    handle = start(model, tmp_path, importance=1.0, importance_exact="never", importance_rest="means")
     prefix, new = draw(family, ROWS), draw(tier, NEW)
     handle.ask(prefix, max_tokens=1)
-    handle = place(handle, tier, start, model, tmp_path, importance_exact="never")
+    handle = place(handle, tier, start, model, tmp_path, importance_exact="never", importance_rest="means")
     for retention in (0.1, 0.5, 0.9):
         done = ask(handle, [*prefix, *new], retention)
         assert done.selected is not None
@@ -260,7 +262,7 @@ def test_shares_that_make_no_sense(start: Start, model_of: Models, tmp_path: Pat
 
 
 def test_a_prompt_that_is_known_asks_with_its_last_tokens(start: Start, model_of: Models, tmp_path: Path) -> None:
-    handle = start(model_of("llama"), tmp_path, importance=1.0, importance_exact="never", importance_rest="forget")
+    handle = start(model_of("llama"), tmp_path, importance=1.0, importance_exact="never")
     prompt = draw(1, ROWS)
     handle.ask(prompt, max_tokens=1)
     handle.engine.settle()
@@ -275,22 +277,41 @@ def test_rows_behind_the_prefix_change_no_answer(start: Start, model_of: Models,
     """Another conversation goes on in the chunk with which the prefix ends: the mean of that chunk stands for nothing."""
     prefix, new = draw("fork", 150), draw("asked", NEW)
     found = []
-    for other in ("one", "two"):
-        handle = start(model_of("llama"), tmp_path / other, importance=1.0, importance_exact="never")
-        handle.ask([*prefix, *draw(other, 80)], max_tokens=1)
+    for folder, rest in (("one", "means"), ("two", "means"), ("other", "forget")):
+        handle = start(
+            model_of("llama"), tmp_path / folder, importance=1.0, importance_exact="never", importance_rest=rest
+        )
+        handle.ask([*prefix, *draw(folder, 80)], max_tokens=1)
         handle.engine.settle()
         handle.engine.demote(tier)
         found.append(ask(handle, [*prefix, *new], 0.2))
         assert found[-1].selected is not None
         assert found[-1].selected.rows == 150
-    same(*found)
-    forgotten = start(
-        model_of("llama"), tmp_path / "none", importance=1.0, importance_exact="never", importance_rest="forget"
-    )
-    forgotten.ask(prefix, max_tokens=1)
-    forgotten.engine.settle()
-    forgotten.engine.demote(tier)
-    assert ask(forgotten, [*prefix, *new], 0.2).logprobs != found[0].logprobs
+    same(*found[:2])
+    assert found[2].logprobs != found[0].logprobs
+
+
+def test_means_of_rows_in_host_are_made_once(
+    start: Start, model_of: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And leave memory with what is deleted."""
+    made = []
+
+    def counted(layout: Any, rows: int, *stored: Any) -> Any:
+        made.append(rows)
+        return chunk_means(layout, rows, *stored)
+
+    monkeypatch.setattr(in_host, "chunk_means", counted)
+    handle = start(model_of("llama"), tmp_path, importance=1.0, importance_exact="never", importance_rest="means")
+    prefix = draw("made", ROWS)
+    for again in (0, 1):
+        handle.ask(prefix, max_tokens=1)
+        handle.engine.settle()
+        handle.engine.demote("host")
+        for number in range(3):
+            assert ask(handle, [*prefix, *draw(number, NEW)], 0.3).selected is not None
+        assert len(made) == (again + 1) * handle.engine.decoder.spec.layers
+        handle.engine.reset_cache()
 
 
 @pytest.mark.parametrize("family", ["llama", "phi"])
@@ -326,7 +347,7 @@ def test_a_registered_prompt_is_attended_to_as_a_whole(
     start: Start, model_of: Models, tmp_path: Path, retention: float
 ) -> None:
     """X8: rows are not selected from the system prompt, and it takes its share of the attention."""
-    handle = start(model_of("llama"), tmp_path, importance=1.0, importance_exact="never", importance_rest="forget")
+    handle = start(model_of("llama"), tmp_path, importance=1.0, importance_exact="never")
     prompt, rest, new = draw("system", 90), draw(1, 140), draw(2, NEW)
     handle.engine.register_prefix("system", prompt, salt=None)
     prefix = [*prompt, *rest]
@@ -360,14 +381,15 @@ def test_a_registered_prompt_is_loaded_as_a_whole_after_a_restart(
 BUNDLED = Path(str(files("afterglow") / "assets" / "model"))
 
 
+@pytest.mark.parametrize("rest", ["means", "forget"])
 @pytest.mark.parametrize("renew", [0, 1])
 @pytest.mark.parametrize("fallback", ["per_head", "all"])
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_renewed_selection_is_what_it_is_in_memory(
-    start: Start, model_of: Models, tmp_path: Path, tier: str, fallback: str, renew: int
+    start: Start, model_of: Models, tmp_path: Path, tier: str, fallback: str, renew: int, rest: str
 ) -> None:
     options: dict[str, Any] = {"importance_exact": "never", "importance_renew": renew, "importance_fallback": fallback}
-    handle = start(model_of("llama"), tmp_path, importance=1.0, importance_alpha=1.0, **options)
+    handle = start(model_of("llama"), tmp_path, importance=1.0, importance_alpha=1.0, importance_rest=rest, **options)
     prefix, new = draw("renew", ROWS), draw(tier, NEW)
     handle.ask(prefix, max_tokens=1)
     handle.engine.settle()
@@ -388,12 +410,12 @@ def test_a_renewed_selection_is_what_it_is_in_memory(
 
 @pytest.mark.parametrize("renew", [0, 1])
 @pytest.mark.parametrize("alpha", [0.0, 20.0])  # a set for each head, one set for all
-@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize(("tier", "rest"), [("host", "means"), ("disk", "means"), ("disk", "forget")])
 def test_a_layer_takes_as_many_rows_as_hold_a_share_of_its_attention(
-    start: Start, model_of: Models, tmp_path: Path, tier: str, alpha: float, renew: int
+    start: Start, model_of: Models, tmp_path: Path, tier: str, rest: str, alpha: float, renew: int
 ) -> None:
     options: dict[str, Any] = {"importance_exact": "never", "importance_renew": renew, "importance_alpha": alpha}
-    handle = start(model_of("llama"), tmp_path, importance=1.0, importance_mass=0.6, **options)
+    handle = start(model_of("llama"), tmp_path, importance=1.0, importance_mass=0.6, importance_rest=rest, **options)
     prefix, new = draw("mass", ROWS), draw(tier, NEW)
     handle.ask(prefix, max_tokens=1)
     handle.engine.settle()
@@ -414,7 +436,7 @@ def test_a_layer_takes_as_many_rows_as_hold_a_share_of_its_attention(
         ({"importance": 0.5, "importance_mass": 1.5}, "at most 1, got 1.5"),
         ({"importance_mass": 0.9}, "--importance-mass does nothing without --importance"),
         ({"importance_chunk": 16}, "--importance-chunk does nothing without --importance"),
-        ({"importance_rest": "forget"}, "--importance-rest does nothing without --importance"),
+        ({"importance_rest": "means"}, "--importance-rest does nothing without --importance"),
     ],
 )
 def test_shares_of_the_attention_that_make_no_sense(options: dict[str, float], message: str) -> None:

@@ -136,7 +136,8 @@ class Scene:
 def test_bytes_are_those_of_the_accounting(
     start: Start, model_of: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, force: Force, rows: int
 ) -> None:
-    scene = Scene(start, model_of("phi"), tmp_path, "none", force)
+    rest = "means" if rows == ODD else "forget"
+    scene = Scene(start, model_of("phi"), tmp_path, "none", force, importance_rest=rest)
     prefix = draw(rows, rows)
     scene.put(prefix)
     scene.ask([*prefix, *draw("first", NEW)], 0.1, monkeypatch)  # which reads the file's head too

@@ -25,7 +25,7 @@ SHARE = 0.4  # of the prefix that requests attend to which do not say
 SYSTEM = "You keep in mind what people tell you about themselves and about their things, and you answer in one short sentence."
 OPTIONS = (
     "--max-model-len", str(WINDOW), "--device-cache", "8M", "--host-cache", "8M", "--disk-cache", str(BUDGET),
-    "--importance", str(SHARE), "--importance-rest", "forget", "--chat-truncation", "auto", "--source", "load", "--reorder-interval", "2",
+    "--importance", str(SHARE), "--chat-truncation", "auto", "--source", "load", "--reorder-interval", "2",
 )  # fmt: skip
 TURNS = 14  # after which a conversation begins anew
 NAMES = ("Ada", "Bob", "Eve", "Tom", "Ann", "Joe")

@@ -174,7 +174,6 @@ class Bench:
         )
         config = EngineConfig(
             cache=tiers, threads=self.options.threads, importance=1.0, importance_share=0.0, importance_exact="never",
-            importance_rest="forget",
             importance_renew=0, reorder_interval=0.0, max_batch=1,
             max_model_len=self.window, **self.config,
         )  # fmt: skip

@@ -289,7 +289,7 @@ class ChunkPlacement(Generic[C]):
 class ChunkKey(NamedTuple):
     """Name a chunk of an extent's file, as the file was when its `edition` was read (`store.extents.chunks`).
 
-    `tensor`: keys 0, values 1, probe keys 2. All probe keys of a layer are one chunk, number 0.
+    `tensor`: keys 0, values 1, probe keys 2, means 3. All probe keys of a layer are one chunk, number 0, and so are all means.
     """
 
     extent: str

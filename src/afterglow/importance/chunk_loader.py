@@ -26,6 +26,7 @@ from afterglow.store.moving.reading import ChunkIO, Reading, Rewrite
 
 MAX_EXTENTS = 512  # whose rows' importance, and row orders, are remembered
 MAX_LAYOUT_ROWS = 4 << 20  # of remembered layouts, summed over layers: 96 MiB
+MEANS_BYTES = 64 << 20  # of means of extents in host
 
 
 class RowsLost(Exception):
@@ -89,6 +90,8 @@ class ChunkLoader:
         self._orders: OrderedDict[tuple[str, str], list[RowOrder]] = OrderedDict()  # by extent and edition
         self._layouts: OrderedDict[tuple[object, ...], RowLayout] = OrderedDict()  # by views, editions and layer
         self._layout_rows = 0
+        self._means: OrderedDict[tuple[str, int], Tensor] = OrderedDict()  # of extents in host, by layer
+        self._means_bytes = 0
         self._notes = ImportanceNotes(layout.layers)
         self._changed: dict[str, None] = {}  # extents whose importance has changed since the last `look`
         self._due: deque[str] = deque()  # extents that may have to be rewritten
@@ -173,6 +176,17 @@ class ChunkLoader:
         self._layouts.move_to_end(key)
         return found
 
+    def means_of(self, extent: str, layer: int, make: Callable[[], Tensor]) -> Tensor:
+        """Get the means of an extent that is in host; `make` makes them."""
+        found = self._means.pop((extent, layer), None)
+        if found is None:
+            found = make()
+            self._means_bytes += found.nbytes
+        self._means[extent, layer] = found
+        while self._means_bytes > MEANS_BYTES and len(self._means) > 1:
+            self._means_bytes -= self._means.popitem(last=False)[1].nbytes
+        return found
+
     def look(self) -> None:
         """Consider for rewriting the extents whose rows' importance has changed (spec S12). Counts of chunks' uses are
         halved."""
@@ -223,6 +237,8 @@ class ChunkLoader:
         self.cache.forget(extent)
         for key in [key for key in self._orders if key[0] == extent]:
             del self._orders[key]
+        for layer in [name[1] for name in self._means if name[0] == extent]:
+            self._means_bytes -= self._means.pop((extent, layer)).nbytes
 
 
 def _ranks(known: RowImportance) -> np.ndarray:

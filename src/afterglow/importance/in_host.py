@@ -28,10 +28,15 @@ def probe_keys(loader: ChunkLoader, view: Selectable, layer: int) -> Tensor:
 
 
 def means(loader: ChunkLoader, view: Selectable, layer: int) -> Tensor:
-    """Make the means of a view's extent as its file has them: float32 [mean rows, kv_heads, head_dim]."""
+    """Get the means of a view's extent as its file has them: float32 [mean rows, kv_heads, head_dim]."""
     layout = loader.layout
-    stored = [
-        loader.arena[layer, tensor, list(view.slots)].flatten(2).view(torch.uint8).numpy() for tensor in (KEYS, VALUES)
-    ]
-    found = torch.from_numpy(chunk_means(layout, view.rows, stored[0], stored[1])).view(torch.float32)
-    return found.view(-1, layout.kv_heads, layout.head_dim)
+
+    def made() -> Tensor:
+        keys, values = (
+            loader.arena[layer, tensor, list(view.slots)].flatten(2).view(torch.uint8).numpy()
+            for tensor in (KEYS, VALUES)
+        )
+        found = torch.from_numpy(chunk_means(layout, view.rows, keys, values)).view(torch.float32)
+        return found.view(-1, layout.kv_heads, layout.head_dim)
+
+    return loader.means_of(view.extent, layer, made)

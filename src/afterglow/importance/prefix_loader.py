@@ -148,17 +148,13 @@ class PrefixLoader:
         here = yield from self.reads.fetch([key for key in names if key is not None])
         keys, values, cache = [], [], self._loader.cache
         for view, key in zip(self.views, names, strict=True):
-            if key is not None:
-                found = here[key]
-            else:  # what was made once is cached like what was read
-                key = ChunkKey(view.extent, "", layer, MEANS, 0)
-                known = cache.look(key)
-                found = in_host.means(self._loader, view, layer) if known is None else known
+            found = here[key] if key is not None else in_host.means(self._loader, view, layer)
             some = slice(*whole_chunks(view))
             there = found.to(cache.device)
             keys.append(there[some])
             values.append(there[self._layout.file_chunks(view.rows) :][some])
-            cache.used(key, found, view.rows, view.rows)
+            if key is not None:
+                cache.used(key, found, view.rows, view.rows)
         return torch.cat(keys), torch.cat(values)
 
     def _taken(self, layer: int, wanted: Tensor, keys: Tensor | None) -> Waits[tuple[Tensor, Tensor]]:

@@ -46,8 +46,8 @@ class Stale(StoreError):
 
 
 class ChunkRead(NamedTuple):
-    """Names parts [first, stop) of a layer's keys (kv 0) or values (1), or chunks of its probe keys (2), or its means (3), one piece, as they are stored, and the
-    buffers to fill: `into`, one after the other, uint8 [bytes] each, of one or more whole parts. A part is a chunk, unless the
+    """Names parts [first, stop) of a layer's keys (kv 0) or values (1), chunks of its probe keys (2), or its means (3), one piece, as they
+    are stored, and the buffers to fill: `into`, one after the other, uint8 [bytes] each, of one or more whole parts. A part is a chunk, unless the
     layout has smaller ones.
     """
 

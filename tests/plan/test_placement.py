@@ -122,6 +122,18 @@ def test_an_eviction_to_disk_writes_first_and_frees_then() -> None:
     assert not tiers.placement.relief
 
 
+def test_what_is_being_written_is_looked_at_by_no_further_eviction() -> None:
+    tiers = Tiers(host_slots=4, disk_bytes=1000)
+    extents = [tiers.add(number, now=number) for number in range(1, 5)]
+    candidates = tiers.placement.candidates.host
+    for count in range(1, 5):
+        tiers.placement.host.evict(count, now=5)
+        assert candidates.members() == extents[count:]
+    for i, store in enumerate(tiers.planned()):
+        tiers.end(store, ok=i == 3)
+    assert candidates.members() == extents[:3], "the last one has left, and the others may be tried again"
+
+
 def test_who_is_pinned_while_being_evicted_stays_and_has_a_file() -> None:
     tiers = Tiers(host_slots=1, disk_bytes=1000)
     extent = tiers.add(1)

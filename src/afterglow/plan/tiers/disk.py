@@ -103,6 +103,7 @@ class Disk:
         if room == "now":
             move = Store(self._moves.number(), extent.record(), extent.slots, SAVE, why)
             extent.disk, extent.store = "writing", move.move
+            self._candidates.written(extent)
             self._owners[extent.id] = extent
             self.used += extent.file_bytes
             self._moves.start(move, extent)

@@ -113,7 +113,7 @@ class Host:
             nonlocal short
             if waiter is not None and extent.rank is not None and extent.rank <= waiter:
                 return short > 0 and not in_order  # the last in the queue came first: all others are nearer
-            if short > 0 and extent.pins == 0 and extent.store is None:
+            if short > 0 and extent.pins == 0:
                 short -= self._evict_one(extent, now)
             return short > 0
 

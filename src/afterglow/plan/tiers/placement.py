@@ -334,7 +334,7 @@ class Placement:
             assert extent.host not in ("absent", "partial") or extent.disk == "ready" or extent.dead
             assert (extent.host == "partial") <= (extent.lacks > 0)
             assert extent.lacks == 0 or extent.host in ("loading", "partial")
-            assert (extent in self.candidates.host) == (extent.in_host and not extent.dead)
+            assert (extent in self.candidates.host) == (extent.in_host and extent.store is None and not extent.dead)
             assert extent.host == "loading" or (extent in self.candidates.cold) == (
                 extent.disk == "ready" and extent.host != "ready" and not (extent.dead or extent.has_children)
             )

@@ -165,7 +165,7 @@ class EvictionCandidates:
     def __init__(self, policy: Policy) -> None:
         self.in_order = policy.looks_ahead  # what jobs wait for goes last, and what the first job waits for at the end
         in_host, on_disk = attrgetter("kept_in_host"), attrgetter("kept_on_disk")
-        self.host = Ranking(policy, in_host)  # in host
+        self.host = Ranking(policy, in_host)  # in host, and not being written
         self.clean = Ranking(policy, in_host)  # in both
         self.cold = Ranking(policy, on_disk)  # whole on disk only, and nothing hangs below
         self.marked: dict[Extent, None] = {}  # extents that have a mark
@@ -176,11 +176,15 @@ class EvictionCandidates:
         """Look again at an extent whose state in a tier, or whose children, have changed."""
         live = not extent.dead
         host, disk = extent.in_host, extent.disk == "ready"
-        self.host.set(extent, live and host)
+        self.host.set(extent, live and host and extent.store is None)
         self.clean.set(extent, live and host and disk)
         self.cold.set(extent, live and disk and extent.host in ("absent", "partial") and not extent.has_children)
         if self.watch is not None:
             self.watch(extent)
+
+    def written(self, extent: Extent) -> None:
+        """Take note that an extent is being written: it cannot go before that has ended, and then it is placed again."""
+        self.host.set(extent, member=False)
 
     def update(self, extent: Extent) -> None:
         """Something has changed that the policy's order may depend on."""

@@ -142,6 +142,8 @@ class Executor:
     def run(self, step: Step, now: float, until: float) -> tuple[float, StepResult]:
         """Compute a step, as often as is allowed before `until`. Returns when it has ended, and the tokens drawn."""
         runs = step.runs
+        if step.repeat > 1:  # all its runs decode
+            return self._decode(step, now, until)
         rows = context = gathered = 0
         for run in runs:
             count = len(run.tokens)
@@ -151,7 +153,7 @@ class Executor:
                 gathered += gather.stop - gather.start
         jobs = len(runs)
         if rows == jobs and not gathered:
-            return self._decode(step, now, until, context)
+            return self._decode(step, now, until)
         attended = sum(len(run.tokens) * (run.start + len(run.tokens) / 2) for run in runs)
         computing = self.timing.seconds(rows, attended, context, jobs, gathered)
         end = now + self._prefill(runs, now, computing, gathered)
@@ -168,11 +170,11 @@ class Executor:
         tokens = {run.job: int.from_bytes(self._replies[run.job].draw(1), "little") for run in runs if run.sample}
         return end, StepResult(tokens, {})
 
-    def _decode(self, step: Step, now: float, until: float, context: int) -> tuple[float, StepResult]:
+    def _decode(self, step: Step, now: float, until: float) -> tuple[float, StepResult]:
         """So many steps that the last one begins before `until`."""
         runs = step.runs
         jobs = len(runs)
-        times, total = self._repeats(step, now, until, context)
+        times, total = self._repeats(step, now, until)
         saved, replies = self._saved, self._replies
         drawn = {}
         for run in runs:
@@ -194,11 +196,12 @@ class Executor:
 
     def decodes_until(self, step: Step, now: float, until: float) -> float:
         """When a step of nothing but decodes will have ended, if it is run; it is not."""
-        return now + self._repeats(step, now, until, sum(run.start + 1 for run in step.runs))[1]
+        return now + self._repeats(step, now, until)[1]
 
-    def _repeats(self, step: Step, now: float, until: float, context: int) -> tuple[int, float]:
+    def _repeats(self, step: Step, now: float, until: float) -> tuple[int, float]:
         """How often decodes are repeated, and the seconds that it takes."""
         jobs = len(step.runs)
+        context = jobs + sum(run.start for run in step.runs)
         seconds = self.timing.seconds
         first = seconds(jobs, context - jobs / 2, context, jobs)
         times, total = 1, first

@@ -13,11 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from struct import iter_unpack
 
-from afterglow.plan.batching.batch import Batch, Drafts
+from afterglow.plan.batching.batch import Batch
 from afterglow.plan.batching.job import Job
 from afterglow.plan.batching.queue import RequestQueue
 from afterglow.plan.cache import Cache
-from afterglow.plan.stats import Counters
 from afterglow.plan.step import ExtentId, Run, SelectingPass, Step, StepResult
 from afterglow.plan.tiers.cost import Work
 
@@ -34,8 +33,7 @@ class Committer:
     def commit(self, step: Step, result: StepResult, opened: float, now: float) -> None:
         """Take in the result of a step that was handed out at `opened`."""
         if result.drawn:
-            for run in step.runs:
-                self._decoded(run, result, now)
+            self._decoded(step.runs, result, now)
             return
         self._measure(step, result, now - opened)
         for run in step.runs:
@@ -100,18 +98,26 @@ class Committer:
         elif job.rows == job.length:
             self._queue.finish(job, None, "length", now)
 
-    def _decoded(self, run: Run, result: StepResult, now: float) -> None:
-        """Take in a job's share of a step that was perhaps carried out several times: no job ended before the last time."""
-        job = self._queue.jobs[run.job]
-        drawn = result.drawn.get(run.job, b"")
-        if not changes_nothing(job, run, result):
-            self._committed(run, {run.job: int.from_bytes(drawn, "little")}, now)  # something changes with it
-            return
-        advance(job, run, result, self._drafts, self._cache.counters, now)
-        if job.cancelled:
-            self._queue.finish(job, None, "cancelled", now)
-        elif len(job.tokens) >= 4 * job.end:
-            self._queue.finish(job, int.from_bytes(drawn[-4:], "little"), "length", now)
+    def _decoded(self, runs: Sequence[Run], result: StepResult, now: float) -> None:
+        """Take in a step of decodes that was perhaps carried out several times: no job ended before the last time."""
+        repeats, drawn = result.repeats, result.drawn
+        for run in runs:
+            job = self._queue.jobs[run.job]
+            tokens = drawn.get(run.job, b"")
+            if repeats == 1 and _changes_more(job, run):
+                self._committed(run, {run.job: int.from_bytes(tokens, "little")}, now)
+                continue
+            job.rows = run.start + repeats
+            if run.saves:
+                self._drafts.advance(job, repeats, now)
+            elif job.spec.write:
+                self._cache.counters.rows_unsaved += repeats
+            job.tokens += tokens
+            job.generated += repeats
+            if job.cancelled:
+                self._queue.finish(job, None, "cancelled", now)
+            elif len(job.tokens) >= 4 * job.end:
+                self._queue.finish(job, int.from_bytes(tokens[-4:], "little"), "length", now)
 
     def _sampled(self, job: Job, token: int, now: float) -> None:
         job.tokens += token.to_bytes(4, "little")
@@ -176,7 +182,7 @@ def most_repeats(running: Sequence[Job], limit: int) -> int:
     for job in running:
         if job.state != "decoding" or job.spec.stop_tokens:
             return 1
-        most = min(job.end - 1, job.capacity) - job.rows
+        most = min(job.end - 1, job.segment.capacity) - job.rows
         if job.drafts:
             draft = job.drafts[-1]
             if draft.planned > draft.rows:
@@ -188,21 +194,9 @@ def most_repeats(running: Sequence[Job], limit: int) -> int:
     return max(limit, 1)
 
 
-def changes_nothing(job: Job, run: Run, result: StepResult) -> bool:
-    """Does the job just go on decoding, so that `advance` is all that its results ask for?"""
-    once = result.repeats == 1
-    return not (once and (job.state != "decoding" or job.spec.stop_tokens or (job.drafts and not run.saves)))
-
-
-def advance(job: Job, run: Run, result: StepResult, drafts: Drafts, counters: Counters, now: float) -> None:
-    """Add all tokens that a decoding job has drawn in a repeated step, and their rows."""
-    job.rows = run.start + result.repeats
-    if run.saves:
-        drafts.advance(job, result.repeats, now)
-    elif job.spec.write:
-        counters.rows_unsaved += result.repeats
-    job.tokens += result.drawn.get(run.job, b"")
-    job.generated += result.repeats
+def _changes_more(job: Job, run: Run) -> bool:
+    """May a row change more of a job than its rows and tokens? Not where a step may be repeated: see `most_repeats`."""
+    return job.state != "decoding" or bool(job.spec.stop_tokens) or (bool(job.drafts) and not run.saves)
 
 
 def expanded(step: Step, result: StepResult) -> Iterator[tuple[Step, dict[int, int]]]:

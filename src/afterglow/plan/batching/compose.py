@@ -84,7 +84,7 @@ class StepComposer:
         for job in list(running):
             if job.state != "decoding":
                 continue
-            if job.rows >= job.capacity:
+            if job.rows >= job.segment.capacity:
                 self._grow(job, now)
                 soon = self._soon
             elif job.drafts and job.drafts[-1].full:
@@ -94,13 +94,13 @@ class StepComposer:
             if job.state != "decoding":
                 continue
             row = job.rows
-            if job.capacity - row <= soon:
+            if job.segment.capacity - row <= soon:
                 self._batch.extend_early(job)
             saves: tuple[Save, ...] = ()
             if job.saving and row >= job.covered:
                 saves = self._drafts.tee_one(job, row, soon, now)
             token = _TOKEN.unpack_from(job.tokens, 4 * row)
-            run = Run(job.spec.job, row, token, True, job.capacity, None, (), saves)
+            run = Run(job.spec.job, row, token, True, job.segment.capacity, None, (), saves)
             offered = guesses.get(job.spec.job) if guesses else None
             runs.append(self._with_guesses(job, run, offered) if offered else run)
         return runs

@@ -129,7 +129,7 @@ EXPLAINED = (
         "of the rows holds what is looked up, and not the rest of a text's mood; as many next tokens are right.",
         (
             "eight variants (sinks and recent rows, pooling, all heads, ...): only more rows help",
-            "one mean key and value for what is left out of each 64 rows (`benchmarks.papers.spec.left_out`): the bundled model gains 4 to 8 points, SmolLM2 at most 2",
+            "one mean key and value for what is left out of each 64 rows (`--importance-rest means`): the bundled model gains 4 to 8 points, SmolLM2 at most 2",
             "rows by a share of the attention (`--importance-mass`): about as good with as many rows",
         ),
         "Larger models, whose attention is on fewer rows (the paper's have 6.7 billion parameters and more).",
@@ -191,7 +191,7 @@ EXPLAINED = (
         "processes differ by.",
         (
             "checksums in one call of C, without the interpreter lock: 1.02 for 1.05",
-            "threads that copy and write at a lower priority: 0.99 for 1.06 beside other work (docs/log.md); not built",
+            "threads that copy and write at a lower priority, built and not kept: 1.07 and 1.09 for 1.08 and 1.01 (docs/log.md)",
         ),
         "A core that does not compute, or a GPU that does.",
     ),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -129,6 +131,31 @@ class Scene:
                 assert torch.equal(found, whole[selection.rows])
             else:
                 assert torch.equal(found, whole[selection.rows.T, heads])
+
+
+def test_bytes_are_counted_and_their_buffers_let_go(tmp_path: Path) -> None:
+    """A long reply selects anew for each token."""
+    with Kit(tmp_path, LAYOUT) as kit:
+        scene = Scene(kit, "none")
+        begun: list[weakref.ref[Reading]] = []
+        real = scene.reader.read
+
+        def kept(*args: Any) -> Reading:
+            reading = real(*args)
+            begun.append(weakref.ref(reading))
+            return reading
+
+        scene.reader.read = kept  # type: ignore[method-assign]
+        prefix = opened(scene)
+        for layer in range(3):
+            scene.check(prefix, layer)
+        prefix.close()
+        for row in range(0, FIRST, 64):
+            waited(prefix.more(0, VALUES, torch.tensor([row])), 20)
+        gc.collect()
+        assert [reading for reading in begun if reading() is not None] == []
+        heads = sum(LAYOUT.head_bytes(rows) for rows in (FIRST, SECOND))
+        assert prefix.reads.bytes == scene.loader.stats.read_bytes - heads > 0
 
 
 def opened(scene: Scene, views: Sequence[Selectable] | None = None) -> PrefixLoader:

@@ -49,9 +49,12 @@ class ChunkReads:
     @property
     def bytes(self) -> int:
         """Count the bytes that have been read for this request so far."""
+        self._count()
+        return self._bytes
+
+    def _count(self) -> None:
         self._bytes += sum(reading.bytes for reading in self._readings if reading.ended)
         self._readings = [reading for reading in self._readings if not reading.ended]
-        return self._bytes
 
     def asked(self, layer: int, tensor: int) -> list[ChunkKey]:
         """List the chunks of a layer's keys or values that were asked for."""
@@ -63,6 +66,7 @@ class ChunkReads:
 
     def clear(self) -> None:
         """Forget all chunks. Buffers that are still being filled live on until their reads end."""
+        self._count()
         self._coming.clear()
 
     def ask(self, keys: Sequence[ChunkKey], priority: int) -> None:

@@ -15,9 +15,11 @@ import pytest
 import torch
 from benchmarks.papers.spec.accounting import Layer
 
+from afterglow.engine.kv_format import probe_part
 from afterglow.engine.selective import PrefixSelection, SelectiveAttention
 from afterglow.importance.select import Force
 from afterglow.importance.speculation import Prior
+from afterglow.plan.tiers.cost import Cost
 from afterglow.store.extents.layout import ALIGNMENT, align_up
 from tests import doors
 from tests.engine.conftest import Handle
@@ -143,7 +145,9 @@ def test_bytes_are_those_of_the_accounting(
     scene.ask([*prefix, *draw("first", NEW)], 0.1, monkeypatch)  # which reads the file's head too
     for retention in (0.02, 0.1, 0.5):
         read = scene.ask([*prefix, *draw(retention, NEW)], retention, monkeypatch)
-        assert read.bytes == scene.expected()
+        assert read.bytes == scene.expected() == scene.selections[-1].prefix.reads.bytes
+    cost = scene.handle.engine.parts.scheduler.cache.cost  # by the rows alone, 0.02 and what is read in any case
+    assert cost.selected_part(0.02) > Cost(2, probe_part=probe_part(scene.loader.layout)).selected_part(0.02)
     if force == "pass":
         loads = {selection.kind for selection in scene.selections[-1].selections}
         assert loads == {"shared"}

@@ -304,7 +304,7 @@ def test_loading_can_be_asked_for_where_rows_are_selected() -> None:
 
 
 def test_the_bytes_that_selecting_reads_are_learned() -> None:
-    """Selected rows lie in chunks, all of which are read: a quarter of the rows may be all bytes."""
+    """Selected rows lie in chunks, which are read whole: a quarter of the rows may take all bytes."""
     server = taught(load_seconds=1.6)
     cost = server.scheduler.cache.cost
     server.executor.selecting_seconds = 2.1

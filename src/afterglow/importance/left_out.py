@@ -1,6 +1,6 @@
 """Attend to what a selection leaves out, as one key and one value for each chunk of 64 rows: beyond SPEC, which forgets these rows.
 
-A chunk of rows is one row that stands for as many as are left out of it: its key and value are the means of all its rows, and its
+A chunk becomes one row, which stands for as many rows as are left out: its key and value are the means of all rows of the chunk, and its
 score gains the logarithm of their number. Its attention is merged with that of the selected rows by log-sum-exp.
 
 Keys are stored without positions, so that the mean of rotated keys is not known to a store. Used instead is the mean of keys as they are

@@ -78,7 +78,13 @@ def test_a_commit_is_that_of_the_sources(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(report, "__file__", str(module))
     assert report.commit() is None, "no checkout"
     git("init", "-q")
-    for name in ("src/x.py", "benchmarks/results/a.json", "docs/papers.md", "tests/test_x.py", "benchmarks/y.py"):
+    shown = (
+        "benchmarks/results/a.json",
+        "benchmarks/papers/missed.py",
+        "benchmarks/papers/page_a.py",
+        "docs/papers.md",
+    )
+    for name in ("src/x.py", *shown, "tests/test_x.py", "benchmarks/papers/y.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("a")
         git("add", ".")
@@ -87,5 +93,5 @@ def test_a_commit_is_that_of_the_sources(tmp_path: Path, monkeypatch: pytest.Mon
             first = git("rev-parse", "--short", "HEAD").strip()
             assert report.commit() == first
         if name == "tests/test_x.py":
-            assert report.commit() == first, "results, documents and tests change no figure"
+            assert report.commit() == first, "results, their explanations, documents and tests change no figure"
     assert report.commit() == git("rev-parse", "--short", "HEAD").strip() != first

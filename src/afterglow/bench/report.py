@@ -49,7 +49,12 @@ def hardware() -> dict[str, Any]:
     return facts
 
 
-MEASURED_BY = ("src", "benchmarks", ":!benchmarks/results", "pyproject.toml", "setup.py", "constraints.txt")
+_SHOWN_BY = ("results", "readme_tables.py", "papers/missed.py", "papers/page*.py", "plots")
+"""Paths in benchmarks that show figures, and measure none."""
+MEASURED_BY = (
+    *("src", "benchmarks", "pyproject.toml", "setup.py", "constraints.txt"),
+    *(f":!benchmarks/{path}" for path in _SHOWN_BY),
+)
 """Paths from the top of the checkout that figures depend on, as git takes them."""
 
 

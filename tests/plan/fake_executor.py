@@ -201,6 +201,7 @@ class FakeExecutor:
         self.void = 0  # rows of wrong guesses
         self.selecting_seconds = 0.0  # that passes take which select; 0: they do not say
         self.selecting_bytes = 0  # that these read
+        self.selecting_waits = 0.0  # seconds, that they wait for it
         self.kept: set[int] = set()  # slots that may be read ahead of a job's turn
         self.read_ahead: RowsAhead | None = None  # what the last step named
         self.ahead = {"foreseen": 0, "other": 0}  # jobs that joined when their rows were read ahead
@@ -295,7 +296,9 @@ class FakeExecutor:
     def _run(self, run: Run, result: StepResult, late: list[int]) -> None:
         text = self.texts[run.job]
         if run.admit is not None and run.admit.selectable and self.selecting_seconds:
-            result.selecting[run.job] = SelectingPass(self.selecting_seconds, self.selecting_bytes)
+            result.selecting[run.job] = SelectingPass(
+                self.selecting_seconds, self.selecting_bytes, self.selecting_waits
+            )
         if self.window:
             self._make_room(run)
         failed = self._gather(run, late)

@@ -54,6 +54,7 @@ class Server:
         self.ends: dict[int, str] = {}
         self.admitted: dict[int, Admitted] = {}
         self.row_seconds: float | None = None  # what computing a row takes; None: every step takes a second
+        self.gather_seconds = 0.0  # beside that, what gathering a row takes
         self.withheld: list[TransferDone] | None = None  # completions that are kept back, if any are
 
     def make(self) -> Scheduler:
@@ -93,7 +94,9 @@ class Server:
 
     def close(self, step: Step, result: StepResult) -> list[Event]:
         rows = sum(len(run.tokens) for run in step.runs)
-        self.now += 1.0 if self.row_seconds is None else 0.001 + self.row_seconds * rows
+        gathered = sum(gather.stop - gather.start for run in step.runs for gather in run.gathers)
+        computing = 1.0 if self.row_seconds is None else 0.001 + self.row_seconds * rows
+        self.now += computing + self.gather_seconds * gathered
         done = self.executor.tick()
         if self.withheld is not None:
             self.withheld += done

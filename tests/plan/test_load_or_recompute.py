@@ -162,7 +162,7 @@ def test_a_probe_that_takes_longer_than_it_may_is_paid_for() -> None:
     """A layer may take as long as it likes: the tier cannot be asked again before that is its share of the time."""
     cost = Cost(layers=4)
     for rows in (100, 200, 400):
-        cost.passed(Work(rows), rows / 100)
+        cost.passed(Work(rows), rows / 100, now=0)
     for move in range(3):
         cost.started(move, 1000, now=0)
         cost.ended(move, 1000, 90.0, now=0)
@@ -222,6 +222,60 @@ def test_a_tier_that_changes_back_and_forth_is_followed() -> None:
         assert [converse(server, next(numbers)) for _ in range(10)][9] == HISTORY
         becomes(server, 100.0)
         assert [converse(server, next(numbers)) for _ in range(3)][1:] == [0, 0]  # the first one cannot know
+
+
+def in_host(server: Server, number: int, length: int = 256) -> int:
+    """A conversation whose rows lie in host when its second turn comes. Those that the second turn used."""
+    prompt = words(length, 40_000 + 1000 * number)
+    for stop in (64, 128, length):  # turns: an extent each
+        server.ask(prompt[:stop])
+    server.scheduler.drop_contexts()
+    return server.hits(server.ask([*prompt, 7, 8, 9]))[1]
+
+
+def with_rows_in_host(gather_seconds: float) -> Server:
+    server = Server(device_rows=2000, host_slots=600, disk_bytes=10**7, block=16)
+    server.row_seconds = 0.1
+    server.gather_seconds = 1e-4
+    for number in range(3):  # loads, so that they can be compared with computing
+        prompt = words(256, 1000 * number)
+        server.ask(prompt)
+        to_disk(server)
+        server.ask([*prompt, 7])
+    assert [in_host(server, number) for number in range(8)] == [256] * 8
+    server.gather_seconds = gather_seconds
+    return server
+
+
+def test_host_that_becomes_slow_is_left_after_one_conversation() -> None:
+    server = with_rows_in_host(gather_seconds=10.0)
+    used = [in_host(server, number) for number in range(10, 30)]
+    assert used[0] == 256, "the first one cannot know"
+    assert max(used[1:]) <= 128
+    assert sum(used[1:]) < 0.1 * 256 * len(used), "it is tried now and then"
+
+
+def test_host_that_becomes_fast_again_is_used_again() -> None:
+    """Nothing would be gathered, and so nothing learned, for ever."""
+    server = with_rows_in_host(gather_seconds=1.0)
+    for number in range(10, 14):
+        in_host(server, number)
+    server.gather_seconds = 1e-4
+    assert in_host(server, 14) == 0, "it is tried for a share of the time"
+    server.now += 64 * 1.0 / PROBE_SHARE
+    assert in_host(server, 15) == 64
+    assert [in_host(server, number) for number in range(16, 20)] == [256] * 4
+
+
+def test_trying_host_that_stays_slow_takes_no_more_than_its_share() -> None:
+    server = with_rows_in_host(gather_seconds=1.0)
+    in_host(server, 10)
+    began, tried = server.now, 0
+    for number in range(11, 40):
+        server.now += 1000
+        tried += in_host(server, number)
+    assert tried >= 3 * 64
+    assert tried * server.gather_seconds <= 1.5 * PROBE_SHARE * (server.now - began)
 
 
 def test_old_measurements_count_less_than_new_ones() -> None:
@@ -310,6 +364,7 @@ def test_the_bytes_that_selecting_reads_are_learned() -> None:
     server.executor.selecting_seconds = 2.1
     assert cost.selected_part(0.25) == 0.25
     server.executor.selecting_bytes = 4 * server.scheduler.cache.capacity.file_bytes[-1]  # all four extents
+    server.executor.selecting_waits = 4 * 1.6
     found = []
     for _ in range(6):
         found.append(selects(server, words(HISTORY, 9000)))
@@ -317,6 +372,24 @@ def test_the_bytes_that_selecting_reads_are_learned() -> None:
     assert found[0]
     assert not found[-1], "it reads as much as a load"
     assert cost.selected_part(0.25) > 0.5
+
+
+def test_what_selecting_waits_for_is_learned() -> None:
+    """Reads and computing overlap by part only: each layer is read when it is known what of it is important."""
+    server = taught(load_seconds=1.6)
+    server.executor.selecting_seconds = 3.0
+    server.executor.selecting_bytes = server.scheduler.cache.capacity.file_bytes[-1]  # a quarter
+    server.executor.selecting_waits = 0.4
+    found = []
+    for _ in range(6):
+        found.append(selects(server, words(HISTORY, 9000)))
+        to_disk(server)
+    assert all(found), "3.4 s; half loaded and half computed would be 5.2 s"
+    server.executor.selecting_waits = 5.0
+    for _ in range(6):
+        found.append(selects(server, words(HISTORY, 9000)))
+        to_disk(server)
+    assert not found[-1], "8 s"
 
 
 def test_what_selecting_takes_is_learned() -> None:

@@ -213,7 +213,7 @@ class TorchRunner:
             if not failed:
                 own.selected[run.job] = separate.selection.summary()
                 read = separate.selection.prefix.reads.bytes
-                own.result.selecting[run.job] = SelectingPass(separate.seconds, read)
+                own.result.selecting[run.job] = SelectingPass(separate.seconds, read, separate.waited)
             out.add(own)
         out.result = replace(out.result, waiting=waiting, exhausted=exhausted)
 

@@ -60,6 +60,7 @@ class SeparatePass:
         self._work, self._waits_for, self._since = work, waits_for, time.monotonic()
         self.exhausted = False  # the device has no memory for it
         self.seconds = 0.0  # that it has computed and selected, without what it waited for
+        self.waited = 0.0  # seconds, until it was its turn again
         decoder = selection.shared.decoder
         self._angles = decoder.rotation(torch.arange(entry.start, entry.stop, device=decoder.device))
 
@@ -82,6 +83,8 @@ class SeparatePass:
         Where rows are lost, the entry's `failed` names the extent. `logit_rows`: the rows that the last layer computes.
         """
         decoder, first, began = self.selection.shared.decoder, self.hidden.layer, time.perf_counter()
+        if self._waits_for is not None:
+            self.waited += time.monotonic() - self._since
         try:
             decoder.go_on(self.hidden, self, logit_rows, min(first + layers, decoder.spec.layers))
         except _MustWait:

@@ -304,10 +304,12 @@ class Step:
 
 
 class SelectingPass(NamedTuple):
-    """Tell the seconds of a pass that selected, without what it waited for, and the bytes that it read from disk."""
+    """Tell the seconds of a pass that selected, without what it waited for, the bytes that it read from disk, and the seconds that it
+    waited for these."""
 
     seconds: float
     bytes: int
+    waited: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,8 @@ class KVStore:
             opened = open_catalog(namespace.catalog, disk, shares)
             tier: Tier = disk
             if throttle is not None:
-                log.warning("the disk tier is made slow on purpose: %s", throttle)
+                if throttle != Throttle():
+                    log.warning("the disk tier is made slow on purpose: %s", throttle)
                 tier = ArtificiallySlowTier(disk, throttle)
             self.on_disk = StoredExtents(layout, tier, opened.catalog, opened.records)
             self._records, orphans = opened.records, opened.orphans

@@ -99,7 +99,7 @@ def importance(folder: Path) -> None:
     """Requests that attend to a part of their prefix, beside such as do not, and after a restart."""
     lives = [folder / "first", folder / "second"]
     for life in lives:
-        made = engine(folder, importance=0.5, write_policy="write_through", journal=life)
+        made = engine(folder, importance=0.5, source="load", write_policy="write_through", journal=life)
         talk(made, conversations=3, turns=3)
         talk(made, conversations=2, turns=4, kv_retention=1.0)
         made.close()

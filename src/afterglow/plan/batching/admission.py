@@ -154,7 +154,7 @@ class Admission:
         rows = sum(view.stop - view.start for view in views)
         admit = self._join(job, match, None, False, 0, views, views, [Stage((), rows, None)], now)
         job.approximate, job.saving = bool(views), job.saving and not views
-        job.bytes_on_disk = sum(view.extent.file_bytes for view in views if view.extent.host != "ready")
+        job.on_disk = tuple(view.extent.file_bytes for view in views if view.extent.host != "ready")
         found = [
             Selectable(v.extent.id, v.extent.rows, v.start, v.stop, v.extent.slots if v.extent.host == "ready" else ())
             for v in views

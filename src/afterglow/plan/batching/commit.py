@@ -35,7 +35,7 @@ class Committer:
         if result.drawn:
             self._decoded(step.runs, result, now)
             return
-        self._measure(step, result, now - opened)
+        self._measure(step, result, opened, now)
         for run in step.runs:
             if run.job in result.selecting and run.own > 1:  # decoded tokens may have a pass of their own too
                 self._selected(run, result.selecting[run.job])
@@ -49,13 +49,13 @@ class Committer:
                 self._committed(run, result.tokens, now, result.accepted.get(run.job, 0))
 
     def _selected(self, run: Run, told: SelectingPass) -> None:
-        """Learn what selecting takes, and which part of the bytes on disk it reads."""
+        """Learn what selecting takes, which part of the bytes on disk it reads, and how long it waits for them."""
         job = self._queue.jobs[run.job]
         self._cache.cost.selected(run.own, run.start, told.seconds)
-        if job.bytes_on_disk and job.spec.retention:
-            self._cache.cost.read_selected(job.spec.retention, told.bytes / job.bytes_on_disk)
+        if job.on_disk and job.spec.retention:
+            self._cache.cost.read_selected(job.spec.retention, job.on_disk, told.bytes, told.waited)
 
-    def _measure(self, step: Step, result: StepResult, seconds: float) -> None:
+    def _measure(self, step: Step, result: StepResult, opened: float, now: float) -> None:
         """Learn what computing takes from passes with a prefill in them that had nothing to wait for."""
         waited = any(gather.move is not None for run in step.runs for gather in run.gathers)
         waited = waited or bool(result.waiting)
@@ -65,7 +65,7 @@ class Committer:
         work = Work()
         for run in step.runs:
             work.add(len(run.tokens), run.start, sum(gather.stop - gather.start for gather in run.gathers))
-        self._cache.cost.passed(work, seconds)
+        self._cache.cost.passed(work, now - opened, now)
 
     def _committed(self, run: Run, tokens: Mapping[int, int], now: float, accepted: int = 0) -> None:
         """Take in a run. `accepted`: how many of its guesses were right."""

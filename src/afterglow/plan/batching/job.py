@@ -141,7 +141,7 @@ class Job:
     carried: int = 0  # copied rows that were on disk
     lingering: bool = False  # its last run has not ended: it is handed out again
     approximate: bool = False  # its rows were computed over a selection: no other job may use them
-    bytes_on_disk: int = 0  # of the extents that it selects from there
+    on_disk: tuple[int, ...] = ()  # the sizes of the extents that it selects from there
     path: tuple[Extent, ...] = ()  # what it was last seen to wait for; for looking ahead only
     match: Match = NO_MATCH  # and where that ended
     whole: int = -1  # the count of rows that had left host when all its rows were there, or on their way

@@ -20,6 +20,7 @@ from afterglow.plan.cache import Cache
 from afterglow.plan.options import SchedulerOptions
 from afterglow.plan.prefix.extent import Extent, View
 from afterglow.plan.step import Gather
+from afterglow.plan.tiers.cost import MIN_GATHERED
 
 
 class SeenRows:
@@ -102,7 +103,7 @@ class LoadOrRecompute:
             return views
         if self.source == "recompute":
             return []
-        return self._fastest(job, views, cold, row, now)[0]
+        return self._fastest(job, views, cold, row, now)[0] or self._tried(views, cold, row, now)
 
     def selecting_pays(self, job: Job, views: list[View], row: int, now: float) -> bool:
         """Is a job's prefill predicted to end sooner where it reads the important rows of these views (SPEC) than where it is exact?
@@ -116,10 +117,9 @@ class LoadOrRecompute:
         if not cold or not self._known([views[i] for i in cold]):
             return False
         cost = self._cache.cost
-        share = cost.selected_part(job.spec.retention)
         prefix = row + sum(view.stop - view.start for view in views)
-        reads = [int(share * views[i].extent.file_bytes) for i in cold]
-        selecting = max(cost.loads(reads, now), cost.select(job.length - prefix, prefix))
+        sizes = [views[i].extent.file_bytes for i in cold]
+        selecting = cost.select_from(job.length - prefix, prefix, job.spec.retention, sizes, now)
         return selecting < self._fastest(job, views, cold, row, now)[1]
 
     def _cold(self, views: list[View], row: int) -> list[int]:
@@ -159,6 +159,25 @@ class LoadOrRecompute:
             return [], all_new
         gone = set(cold[:recomputed])
         return [view for i, view in enumerate(views) if i not in gone], best
+
+    def _tried(self, views: list[View], cold: Sequence[int], row: int, now: float) -> list[View]:
+        """Choose, now and then, a few rows in host although computing them is faster: else a host that was slow once would be slow
+        for ever."""
+        away = set(cold)
+        tried: list[View] = []
+        fewest = float("inf")
+        run: list[View] = []  # in host, one behind another
+        rows = 0  # of the run
+        for i, view in enumerate(views):
+            row += view.stop - view.start
+            run = [] if i in away else [*run, view]
+            rows = rows + view.stop - view.start if run else 0
+            if rows < MIN_GATHERED:
+                continue  # of so few nothing would be learned
+            if rows < fewest and self._cache.cost.may_gather(rows, row - rows, now):
+                tried, fewest = run, rows
+            run, rows = [], 0
+        return tried
 
     def pays(self, views: list[View], rows: int, now: float) -> bool:
         """Is loading and copying them faster than computing what remains of the prompt from its first token?"""

@@ -4,9 +4,9 @@ Small models are fitted while running: seconds of a read to its bytes, from disk
 forward pass to its rows, its attention and the rows it gathers. Until they have seen enough nothing is predicted, and cached rows are
 loaded.
 
-Tiers change their speed: others use the disk too. Old measurements count less than new ones, and
-a tier that is too slow to be asked for anything is asked for a little now and then, or it could never be known when it
-is fast again.
+Tiers change their speed: others use the disk too, and host memory may have been swapped out. Old measurements count less than
+new ones, and a tier that is too slow to be asked for anything is asked for a little now and then, or it could never be known
+when it is fast again.
 """
 
 from __future__ import annotations
@@ -89,6 +89,12 @@ def _gauss(a: list[list[float]], b: list[float], kept: list[int]) -> list[float]
     return [m[i][n] / m[i][i] if m[i][i] else 0.0 for i in range(n)]
 
 
+def _surprised(expected: float, seconds: float) -> float:
+    """Return what earlier samples count beside one that took so long: where it shows that the tier has changed, it is to count as
+    much as each fast one."""
+    return (expected / seconds) ** 2 if 0 < SURPRISE_FACTOR * expected < seconds else 1.0
+
+
 @dataclass(slots=True)
 class Work:
     """What a forward pass does: `rows` computed, `attended` products of rows and context, `gathered` rows."""
@@ -118,11 +124,13 @@ class Cost:
         self._read_at = 0.0  # when a read was last measured
         self._fetch_at = 0.0
         self._probe_at = 0.0  # no probe before: the last ones have had their share
+        self._gathered_at = 0.0  # when a pass was last measured that gathered rows
         self._read = Fit(2, READS)
         self._fetch = Fit(2, READS)  # reads of the shared tier, up to their last row in host
         self._pass = Fit(4, PASSES)
         self._select = Fit(3, PASSES)  # passes of jobs that select from their prefix
         self._chunks = 1.0  # what these read, as a multiple of the rows that they select
+        self._unhidden = 1.0  # what they wait for that, as a multiple of what a load of as many bytes takes
         self._free = [0.0] * readers  # when each reader is going to have read all that it was asked for
         self._far_free = [0.0]  # the same for the shared tier, to which there is one line
         self._times: dict[int, tuple[float, float]] = {}  # when first and last layers of loads under way will be there
@@ -180,11 +188,10 @@ class Cost:
 
     def _past(self, size: int, seconds: float, now: float, far: bool = False) -> float:
         """What earlier reads count beside this one, by their age. Errors are relative, so that a slow read counts next
-        to nothing beside fast ones; where it shows that the tier has changed, it is to count as much as each fast one."""
+        to nothing beside fast ones."""
         last = self._fetch_at if far else self._read_at
         aged = max(MIN_AGED_WEIGHT, math.exp2(min(0.0, last - now) / HALF_LIFE_S))
-        expected = self.read(size, far)
-        return aged * (expected / seconds) ** 2 if 0 < SURPRISE_FACTOR * expected < seconds else aged
+        return aged * _surprised(self.read(size, far), seconds)
 
     # ----------------------------------------------------------------------------------------------- probing
 
@@ -200,18 +207,30 @@ class Cost:
         """Take note that a probe has ended after so many seconds."""
         self._probe_at = now + seconds / PROBE_SHARE
 
-    def passed(self, work: Work, seconds: float) -> None:
+    def passed(self, work: Work, seconds: float, now: float) -> None:
         """Learn from a forward pass that waited for nothing."""
-        self._pass.add(work.features(), seconds)
+        features, past = work.features(), 1.0
+        if work.gathered >= MIN_GATHERED:
+            past, self._gathered_at = _surprised(self._pass.predict(features) or 0.0, seconds), now
+        self._pass.add(features, seconds, past)
+
+    def may_gather(self, rows: int, start: int, now: float) -> bool:
+        """May rows in host be gathered that are faster to compute, to see whether host has become faster? What that takes longer is
+        the probes' share of the time since rows were gathered last."""
+        longer = self.gather(rows) - self.compute(rows, start)
+        return longer <= PROBE_SHARE * (now - self._gathered_at)
 
     def selected(self, rows: int, prefix: int, seconds: float) -> None:
         """Learn from a pass that selected from `prefix` rows for `rows` new ones; without what it waited for."""
         self._select.add((1.0, rows, prefix), seconds)
 
-    def read_selected(self, retention: float, part: float) -> None:
-        """Learn which part of the bytes on disk a pass has read that selected the share `retention` of the rows: rows come in chunks, of
-        which caches have some."""
+    def read_selected(self, retention: float, sizes: Sequence[int], read: int, waited: float) -> None:
+        """Learn how much of the files of these sizes a pass has read that selected the share `retention` of the rows, in bytes, and how
+        long it has waited for that: rows come in chunks, of which caches have some, and layers compute while others are read."""
+        part = read / sum(sizes)
         self._chunks += (part / self._selected_rows(retention) - self._chunks) / 4
+        if expected := self.alone([int(part * size) for size in sizes]):
+            self._unhidden += (waited / expected - self._unhidden) / 4
 
     # ----------------------------------------------------------------------------------------- predicting
 
@@ -255,8 +274,15 @@ class Cost:
         return self._pass.predict(work.features()) or 0.0
 
     def select(self, rows: int, prefix: int) -> float:
-        """Seconds of a pass that selects from `prefix` rows for `rows` new ones. At least as long as one without a prefix."""
+        """Seconds of a pass that selects from `prefix` rows for `rows` new ones, without what it waits for. At least as long as one
+        without a prefix."""
         return max(self._select.predict((1.0, rows, prefix)) or 0.0, self.compute(rows, 0))
+
+    def select_from(self, rows: int, prefix: int, retention: float, sizes: Sequence[int], now: float) -> float:
+        """Seconds of a pass for `rows` new rows that reads the share `retention` of `prefix` rows from files of these sizes."""
+        part = self.selected_part(retention)
+        reading = self.loads([int(part * size) for size in sizes], now)
+        return max(reading, self.select(rows, prefix) + self._unhidden * reading)
 
     def selected_part(self, retention: float) -> float:
         """Return the part of the bytes on disk that a pass reads which selects the share `retention` of the rows."""

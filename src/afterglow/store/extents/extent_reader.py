@@ -15,7 +15,7 @@ import numpy as np
 from afterglow.config import BLOCK_ROWS
 from afterglow.errors import DamageError, StoreError
 from afterglow.store.extents import pieces
-from afterglow.store.extents.chunks import TENSORS, crcs_of, in_text_order
+from afterglow.store.extents.chunks import TENSORS, crcs_of
 from afterglow.store.extents.extent_folder import ExtentFolder
 from afterglow.store.extents.files import Scratch, check_size, forget_pages, naming, open_direct, read_full, read_span
 from afterglow.store.extents.head import Bytes, Head, crc32c, decode_head, peek_rows
@@ -248,17 +248,20 @@ class ExtentReader:
         self, fd: int, read: ExtentRead, head: Head, layer_done: Callable[[int], None], layers: range
     ) -> int:
         """As `_read_file`: rows whose place in the file is another go where the text has them. Reads whole tensors."""
-        layout, rows, slots = self._layout, read.rows, list(read.slots)
+        layout, rows, slots = self._layout, read.rows, np.asarray(read.slots)
         total = 0 if layers.start else layout.head_bytes(rows)
         assert head.sidecar is not None
-        wanted = len(slots) * BLOCK_ROWS
         for layer in layers:
+            order = head.sidecar.order[layer]
+            wanted = order < len(slots) * BLOCK_ROWS
+            places = slots[order[wanted] // BLOCK_ROWS] * BLOCK_ROWS + order[wanted] % BLOCK_ROWS
             for kv in (0, 1):
                 stored = read_span(fd, layout.offset(rows, layer, kv), layout.tensor_bytes(rows), self._scratch)
                 total += stored.nbytes
                 _compare(list(stored.reshape(-1, layout.chunk_bytes)), head, layer, kv)
-                text = in_text_order(stored.reshape(-1, layout.row_bytes), head.sidecar.order[layer])
-                read.arena.rows[layer, kv, slots] = text[:wanted].reshape(len(slots), BLOCK_ROWS, -1)
+                text = read.arena.rows[layer, kv].reshape(-1, layout.row_bytes)  # a view: copied once
+                found = stored.reshape(-1, layout.row_bytes)
+                text[places] = found if len(places) == len(found) else found[wanted]
             layer_done(layer + 1)
         return total
 

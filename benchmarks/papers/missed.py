@@ -170,17 +170,6 @@ EXPLAINED = (
         "The next run of the benchmark.",
     ),
     Missed(
-        "tier_rates",
-        "host memory that changes its speed",
-        r"^host becomes",
-        "When this was measured, a slow pass counted next to nothing beside fast ones, and rows that are computed instead of copied told nothing of copying.",
-        (
-            "a pass of twice the predicted time counts as much as all before, which it does now",
-            "a few rows are gathered now and then although computing them is faster, which is so now",
-        ),
-        "The next run of the benchmark.",
-    ),
-    Missed(
         "importance_quality",
         "agreement in texts at 25 % of the rows",
         r"agreement in texts lost at 25%",

@@ -162,7 +162,7 @@ EXPLAINED = (
         "the plan's own choice",
         r"auto over the fastest way",
         "When this was measured, the plan took a selecting pass to end with its reads or its computing, whichever is later. But each layer is read when it is "
-        "known what of it is important, so a part of the reads is waited for.",
+        "known which rows are important, so a part of the reads is waited for.",
         (
             "what passes wait for is learned, which the plan does now: 0.997 (SmolLM2, 4K), 1.004 (`grouped`), 0.97 (1 GB/s)",
             "at 2 GB/s it loads everything then, in files that are in order of importance: 1.31, for rows are put back into order (one copy of two is gone since)",

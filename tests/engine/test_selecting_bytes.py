@@ -4,6 +4,7 @@ paper's Figure 9 in whole chunks (spec S8, S9)."""
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -212,3 +213,23 @@ def test_rows_in_eight_bits_are_read_in_whole_pages(
     for i in range(3):
         read = scene.ask([*prefix, *draw(i, NEW)], 0.1, monkeypatch)
         assert read.bytes % ALIGNMENT == 0
+
+
+def test_the_plan_is_told_how_long_selecting_waits(
+    start: Start, model_of: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(start, model_of("phi"), tmp_path, "none", "pass")
+    prefix = draw(1, EVEN)
+    scene.put(prefix)
+    cost, told = scene.handle.engine.parts.scheduler.cache.cost, []
+    monkeypatch.setattr(cost, "read_selected", lambda retention, sizes, read, waited: told.append(waited))
+    real = os.preadv
+
+    def slow(*args: Any) -> int:
+        time.sleep(0.05)
+        return real(*args)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    ask(scene.handle, [*prefix, *draw(2, NEW)], 0.05, max_tokens=1)
+    assert len(told) == 1
+    assert told[0] >= 0.05

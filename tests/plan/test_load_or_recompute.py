@@ -375,7 +375,7 @@ def test_the_bytes_that_selecting_reads_are_learned() -> None:
 
 
 def test_what_selecting_waits_for_is_learned() -> None:
-    """Reads and computing overlap by part only: each layer is read when it is known what of it is important."""
+    """Reads and computing overlap by part only: each layer is read when it is known which of its rows are important."""
     server = taught(load_seconds=1.6)
     server.executor.selecting_seconds = 3.0
     server.executor.selecting_bytes = server.scheduler.cache.capacity.file_bytes[-1]  # a quarter

@@ -111,10 +111,7 @@ def test_it_answers_as_an_engine_in_the_servers_process(apart: Process, inside: 
         (CHAT, TALK),
         (CHAT, TALK),  # from the cache
         (CHAT, {**TALK, "logprobs": True, "top_logprobs": 3}),
-        (
-            CHAT,
-            {**TALK, "n": 2},
-        ),  # no probabilities: their last digits depend on which requests a pass computes together
+        (CHAT, {**TALK, "n": 2}),  # no probabilities: their last digits depend on the batch
         (CHAT, {**TALK, "response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": schema}}}),
         (CHAT, {**TALK, "response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": bad}}}),
         (CHAT, {**TALK, "kv_retention": 0.5}),  # refused by the engine

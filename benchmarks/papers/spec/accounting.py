@@ -60,11 +60,14 @@ class Layer:
 
     def chunk_bytes(self, kind: Kind, rows: int, chunks: int) -> int:
         """Count the bytes off a disk that is read in whole chunks; the wanted rows lie in `chunks` chunks. The sidecar is read as
-        a whole; a layer that falls back reads all key chunks besides, probe heads and all."""
+        a whole; a layer that falls back reads all key chunks besides, probe heads and all. Where all heads are probe heads, the
+        sidecar has all keys."""
         row = self.kv_heads * self.vector_bytes
         all_rows = -(-rows // self.chunk) * self.chunk
         values = chunks * self.chunk * row
         keys = values if kind == "shared" else all_rows * row
+        if self.probe_heads == self.kv_heads:
+            keys = 0
         return all_rows * self.probe_heads * self.vector_bytes + keys + values
 
     @property

@@ -116,10 +116,13 @@ class PrefixSelection:
 
         def probe_keys() -> Waits[Tensor]:
             found["probes"] = self._rotate(layer, (yield from self.prefix.probe_keys(layer)).to(q.device), None)
+            if self.prefix.probes_all:
+                found["all"] = found["probes"]
             return found["probes"]
 
         def all_keys() -> Waits[Tensor]:
-            found["all"] = self._rotate(layer, (yield from self.prefix.all_keys(layer)).to(q.device), None)
+            if "all" not in found:
+                found["all"] = self._rotate(layer, (yield from self.prefix.all_keys(layer)).to(q.device), None)
             return found["all"]
 
         selection = yield from self._select(queries, probe_keys, all_keys)

@@ -57,6 +57,7 @@ class PrefixLoader:
         self._asks = asks
         self._loader = loader
         self._layout = loader.layout
+        self.probes_all = asks and loader.layout.probe_heads == loader.layout.kv_heads  # the probe keys are all keys
         self.views = tuple(views)
         lengths = [view.stop - view.start for view in views]
         self.rows = sum(lengths)
@@ -305,7 +306,8 @@ class PrefixLoader:
     def _missing(self, places: RowLayout, layer: int, number: int) -> list[ChunkKey]:
         """List keys and values of a chunk that are neither cached nor on their way."""
         at, chunk = places[number]
-        keys = (self._key(at, layer, tensor, chunk) for tensor in (KEYS, VALUES))
+        tensors = (VALUES,) if self.probes_all else (KEYS, VALUES)
+        keys = (self._key(at, layer, tensor, chunk) for tensor in tensors)
         look = self._loader.cache.look
         return [key for key in keys if key is not None and key not in self.reads and look(key) is None]
 

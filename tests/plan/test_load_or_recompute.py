@@ -306,7 +306,7 @@ def selects(server: Server, history: list[int], retention: float = 0.25) -> bool
 def knows_selecting(server: Server, seconds: float) -> None:
     """Let the server learn what a pass takes that selects."""
     for _ in range(3):
-        server.scheduler.cache.cost.selected(NEW, HISTORY, seconds)
+        server.scheduler.cache.cost.selected(NEW, HISTORY, seconds, server.now)
 
 
 def test_rows_are_selected_where_reading_all_takes_longer() -> None:
@@ -401,3 +401,24 @@ def test_what_selecting_takes_is_learned() -> None:
         to_disk(server)
     assert found == [True, True, True, False, False], "it has to be tried to be known"
     assert server.scheduler.cache.cost.select(NEW, HISTORY) == pytest.approx(5.0, rel=0.01)
+
+
+def test_selecting_that_was_slow_once_is_tried_again() -> None:
+    """Else a few slow reads would decide for ever: what selecting takes is seen only where a job selects."""
+    server = taught(load_seconds=1.6)
+    server.executor.selecting_seconds = 3.0
+    server.executor.selecting_bytes = server.scheduler.cache.capacity.file_bytes[-1]
+    server.executor.selecting_waits = 8.0
+    found = []
+    for _ in range(6):
+        found.append(selects(server, words(HISTORY, 9000)))
+        to_disk(server)
+    assert found[0]
+    assert not found[-1]
+    server.executor.selecting_waits = 0.1
+    found.clear()
+    for _ in range(6):
+        server.now += 600
+        found.append(selects(server, words(HISTORY, 9000)))
+        to_disk(server)
+    assert all(found)

@@ -173,7 +173,8 @@ class ChunkReads:
         if tensor == MEANS:
             return torch.from_numpy(memory).view(torch.float32).view(-1, self._layout.kv_heads, self._layout.head_dim)
         heads = self._layout.probe_heads if tensor == PROBES else self._layout.kv_heads
-        return torch.from_numpy(memory).view(self._loader.arena.dtype).view(-1, heads, self._layout.width)
+        width = self._layout.width * self._loader.arena.element_size()
+        return torch.from_numpy(memory.reshape(-1, heads, width)).view(self._loader.arena.dtype)
 
 
 def _runs(keys: Sequence[ChunkKey]) -> Iterator[list[ChunkKey]]:

@@ -1,8 +1,8 @@
 """Load rows of a cached prefix in chunks, as layers want them, and guess one layer ahead (SPEC §IV-B, §IV-C).
 
 A prefix is a list of views of extents. Extents that are in host as a whole are read there; of the others, chunks come from the
-chunk cache or from disk. While a layer computes, the next layer's probe keys are asked for, which are needed for certain; then
-chunks that the next layer is likely to select, as many as can be read in that time.
+chunk cache or from disk. While a layer computes, chunks that the next layer is likely to select are asked for, as many as can be read
+in that time; then the probe keys of the layer after it, which are needed for certain.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class PrefixLoader:
         self._began, self._away = time.perf_counter(), self.reads.away
         self._ask_probe_keys(0)
         self._speculate(0, None)
+        self._ask_probe_keys(1)
 
     # ----------------------------------------------------------------------------------------------- for layers
 
@@ -173,8 +174,8 @@ class PrefixLoader:
             self._loader.worth.took(self._guesses, (now - self._began) / self.rows)
         self._began, self._away = now, self.reads.away
         if layer + 1 < self._layout.layers:
-            self._ask_probe_keys(layer + 1)
             self._speculate(layer + 1, selection)
+            self._ask_probe_keys(layer + 2)
 
     def more(self, layer: int, tensor: int, wanted: Tensor) -> Waits[tuple[Tensor, Tensor]]:
         """Load rows (int64, ascending) that are wanted while decoding, and the rows in the same chunks.
@@ -264,7 +265,7 @@ class PrefixLoader:
         return found
 
     def _ask_probe_keys(self, layer: int) -> None:
-        if self._asks:
+        if self._asks and layer < self._layout.layers:
             self.reads.ask([key for at in self._on_disk() if (key := self._sidecar(at, layer))], PREFETCH)
             if self._layout.means:
                 self.reads.ask([key for at in self._on_disk() if (key := self._key(at, layer, MEANS, 0))], PREFETCH)

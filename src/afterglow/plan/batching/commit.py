@@ -38,7 +38,7 @@ class Committer:
         self._measure(step, result, opened, now)
         for run in step.runs:
             if run.job in result.selecting and run.own > 1:  # decoded tokens may have a pass of their own too
-                self._selected(run, result.selecting[run.job])
+                self._selected(run, result.selecting[run.job], now)
             if run.job in result.exhausted:
                 self._exhausted(self._queue.jobs[run.job], now)
             elif run.job in result.failed:
@@ -48,10 +48,10 @@ class Committer:
             else:
                 self._committed(run, result.tokens, now, result.accepted.get(run.job, 0))
 
-    def _selected(self, run: Run, told: SelectingPass) -> None:
+    def _selected(self, run: Run, told: SelectingPass, now: float) -> None:
         """Learn what selecting takes, which part of the bytes on disk it reads, and how long it waits for them."""
         job = self._queue.jobs[run.job]
-        self._cache.cost.selected(run.own, run.start, told.seconds)
+        self._cache.cost.selected(run.own, run.start, told.seconds, now)
         if job.on_disk and job.spec.retention:
             self._cache.cost.read_selected(job.spec.retention, job.on_disk, told.bytes, told.waited)
 

@@ -109,7 +109,7 @@ class LoadOrRecompute:
         """Is a job's prefill predicted to end sooner where it reads the important rows of these views (SPEC) than where it is exact?
 
         Rows in device and host memory are used as they are. Where reading cannot be compared with computing yet, all rows are read,
-        which is exact, and from which that is learned.
+        which is exact, and from which that is learned. Where it is predicted to end later, that is tried now and then.
         """
         if self.source != "auto" or not job.spec.retention:
             return True
@@ -120,7 +120,8 @@ class LoadOrRecompute:
         prefix = row + sum(view.stop - view.start for view in views)
         sizes = [views[i].extent.file_bytes for i in cold]
         selecting = cost.select_from(job.length - prefix, prefix, job.spec.retention, sizes, now)
-        return selecting < self._fastest(job, views, cold, row, now)[1]
+        longer = selecting - self._fastest(job, views, cold, row, now)[1]
+        return longer < 0 or cost.may_select(longer, now)
 
     def _cold(self, views: list[View], row: int) -> list[int]:
         """Return the numbers of the views whose rows have to be read."""

@@ -125,6 +125,7 @@ class Cost:
         self._fetch_at = 0.0
         self._probe_at = 0.0  # no probe before: the last ones have had their share
         self._gathered_at = 0.0  # when a pass was last measured that gathered rows
+        self._selected_at = math.inf  # when a pass last selected; before that, selecting is predicted at its best
         self._read = Fit(2, READS)
         self._fetch = Fit(2, READS)  # reads of the shared tier, up to their last row in host
         self._pass = Fit(4, PASSES)
@@ -220,9 +221,15 @@ class Cost:
         longer = self.gather(rows) - self.compute(rows, start)
         return longer <= PROBE_SHARE * (now - self._gathered_at)
 
-    def selected(self, rows: int, prefix: int, seconds: float) -> None:
+    def may_select(self, longer: float, now: float) -> bool:
+        """May a pass select that is predicted to take `longer` seconds longer so, to see whether that is still right? That is the
+        probes' share of the time since a pass selected last."""
+        return longer <= PROBE_SHARE * (now - self._selected_at)
+
+    def selected(self, rows: int, prefix: int, seconds: float, now: float) -> None:
         """Learn from a pass that selected from `prefix` rows for `rows` new ones; without what it waited for."""
         self._select.add((1.0, rows, prefix), seconds)
+        self._selected_at = now
 
     def read_selected(self, retention: float, sizes: Sequence[int], read: int, waited: float) -> None:
         """Learn how much of the files of these sizes a pass has read that selected the share `retention` of the rows, in bytes, and how

@@ -20,6 +20,7 @@ from benchmarks.papers.spec.means import left_out, means_of
 
 from afterglow.config import EngineConfig
 from afterglow.engine.engine import Completion
+from afterglow.engine.selective import PrefixSelection, SelectiveAttention
 from afterglow.errors import ConfigError, RequestError
 from afterglow.importance import in_host
 from afterglow.importance.chunk_loader import ChunkLoader
@@ -193,9 +194,10 @@ def test_when_idle_the_prompt_is_computed_exactly(start: Start, model_of: Models
     same(exact, handle.ask(prompt, reuse=False, max_tokens=3))
 
 
-def test_rows_in_another_order_change_no_answer(start: Start, model_of: Models, tmp_path: Path) -> None:
-    model = model_of("qwen2")
-    handle = start(model, tmp_path, importance=1.0, importance_exact="never", importance_share=0.0)
+@pytest.mark.parametrize("rest", ["means", "forget"])
+def test_rows_in_another_order_change_no_answer(start: Start, model_of: Models, tmp_path: Path, rest: str) -> None:
+    options: dict[str, Any] = {"importance_exact": "never", "importance_share": 0.0, "importance_rest": rest}
+    handle = start(model_of("qwen2"), tmp_path, importance=1.0, **options)
     prefix = draw(1, ROWS)
     handle.ask(prefix, max_tokens=1)
     handle.engine.settle()
@@ -342,24 +344,51 @@ def test_of_a_truncated_conversation_all_is_what_it_is_without(
     assert part[0].selected.kept < 0.4 * part[0].selected.rows
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("rows", [64, 128, 192])
+def test_a_chain_of_extents_is_one_prefix(start: Start, model_of: Models, tmp_path: Path, rows: int, tier: str) -> None:
+    """Chunks begin anew with each extent, and so do the means: here both are those of one prefix."""
+    model, text = model_of("llama"), draw("chain", 2 * ROWS)
+    handle = start(model, tmp_path, importance=1.0, importance_exact="never", importance_rest="means")
+    for prefix in (text[:rows], [*text[:rows], *draw("another turn", 70)], text):  # the branch keeps the extents two
+        handle.ask(prefix, max_tokens=1)
+    handle.engine.settle()
+    handle.engine.demote(tier)  # type: ignore[arg-type]
+    begin, selections = SelectiveAttention.begin, []
+
+    def kept(self: SelectiveAttention, *args: Any) -> PrefixSelection:
+        selections.append(begin(self, *args))
+        return selections[-1]
+
+    new = draw(tier, NEW)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SelectiveAttention, "begin", kept)
+        done = ask(handle, [*text, *new], 0.25)
+    assert [view.stop - view.start for view in selections[0].prefix.views][:1] == [rows]
+    assert len(selections[0].prefix.views) > 1
+    agree(done, expected(handle, text, new, 0.25, 3))
+
+
+@pytest.mark.parametrize("rest", ["means", "forget"])
 @pytest.mark.parametrize("retention", [0.2, 0.6])
 def test_a_registered_prompt_is_attended_to_as_a_whole(
-    start: Start, model_of: Models, tmp_path: Path, retention: float
+    start: Start, model_of: Models, tmp_path: Path, retention: float, rest: str
 ) -> None:
     """X8: rows are not selected from the system prompt, and it takes its share of the attention."""
-    handle = start(model_of("llama"), tmp_path, importance=1.0, importance_exact="never")
-    prompt, rest, new = draw("system", 90), draw(1, 140), draw(2, NEW)
+    handle = start(model_of("llama"), tmp_path, importance=1.0, importance_exact="never", importance_rest=rest)
+    system = 128 if rest == "means" else 90  # means begin anew behind the prompt: here both are those of one prefix
+    prompt, new = draw("system", system), draw(2, NEW)
     handle.engine.register_prefix("system", prompt, salt=None)
-    prefix = [*prompt, *rest]
-    ask(handle, prefix, 1.0, salt="another")
+    prefix = [*prompt, *draw(1, 140)]
+    ask(handle, prefix, 1.0, max_tokens=1, salt="another")
     handle.engine.settle()
     handle.engine.demote("disk")
     done = ask(handle, [*prefix, *new], retention, salt="another")
     assert done.selected is not None
-    assert done.selected.kept == 90 + round(retention * 140)
+    assert done.selected.kept == system + round(retention * 140)
     decoder = handle.engine.decoder
     with torch.inference_mode():
-        attend = attend_to(handle, prefix, SelectionRules(retention=retention), system=90)
+        attend = attend_to(handle, prefix, SelectionRules(retention=retention), system=system)
         wanted = decoder.logits(attend.extend(new)[-1:])[0].log_softmax(-1)
     agree(replace(done, logprobs=done.logprobs[:1]), [wanted])
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from benchmarks.papers import page_rates, page_tables
 from benchmarks.papers.spec import io, sweep
-from benchmarks.papers.spec.io_variants import AGAIN, BASE, SPEC, WHOLE
+from benchmarks.papers.spec.io_variants import AGAIN, BASE, SPEC, WHOLE, Work
 from benchmarks.papers.spec.sweep import AUTO, POINTS, QUICK, RECOMPUTE, Kept, Point, goals, summary
 
 from afterglow.errors import ModelError
@@ -109,6 +109,16 @@ def test_prefixes_are_as_many_as_can_be_computed_and_kept() -> None:
     assert counts == [8, 6, 3, 3]
     assert sweep.prefix_count(6144, sweep.MODELS["wide"].row_bytes, few=False) == 5
     assert sweep.prefix_count(4096, row_bytes, few=True) == 3
+
+
+def test_no_point_finds_rows_of_requests_of_another() -> None:
+    work = Work([[1, 2]], [(0, 4, [7, 8])], [(0, 5, [9, 10]), (0, 6, [0, 1])])
+    points = [sweep.unseen(work, point) for point in range(len(POINTS))]
+    for at in range(2):
+        firsts = {point.judged[at][2][0] for point in points}
+        assert len(firsts) == len(POINTS)
+    assert {point.judged[1][2][1] for point in points} == {1}
+    assert points[0] == work
 
 
 def test_points_of_this_commit_and_size_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

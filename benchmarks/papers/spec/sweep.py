@@ -221,7 +221,17 @@ def _measure(points: list[Point], kept: Kept, options: argparse.Namespace) -> No
             bench.config["importance_chunk"] = chunk
             with bench.engines(Throttle(), auto=True) as engines:
                 for point in same:
-                    kept.add(_point(bench, engines, work, point, kept) | quality)
+                    fresh = unseen(work, points.index(point))
+                    kept.add(_point(bench, engines, fresh, point, kept) | quality)
+
+
+def unseen(work: Work, point: int) -> Work:
+    """Change the first new token of each request, so that rows which an earlier point has stored are of no use to this one."""
+
+    def changed(requests: list[tuple[int, int, list[int]]]) -> list[tuple[int, int, list[int]]]:
+        return [(at, number, [new[0] ^ point, *new[1:]]) for at, number, new in requests]
+
+    return Work(work.prefixes, changed(work.warm), changed(work.judged))
 
 
 def prefix_count(tokens: int, row_bytes: int, *, few: bool) -> int:

@@ -53,7 +53,7 @@ def teach(cost: Cost, byte_s: float = 0.001, row_s: float = 0.02) -> None:
         cost.ended(-i, 100 * i, 100 * i * byte_s, now=0.0)
         work = Work()
         work.add(i, 0)
-        cost.passed(work, i * row_s, now=0)
+        cost.passed(work, i * row_s)
 
 
 def test_a_load_that_stops_is_there_as_far_as_it_goes() -> None:

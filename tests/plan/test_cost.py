@@ -110,7 +110,7 @@ def test_a_failed_load_teaches_nothing() -> None:
     for move in range(9):
         cost.started(move, 1000, now=0)
         cost.ended(move, 0, 5.0, now=1)
-        cost.passed(Work(10, 100.0, 0), 1.0, now=0)
+        cost.passed(Work(10, 100.0, 0), 1.0)
     assert not cost.known
     assert cost.read_rate is None
 
@@ -124,7 +124,7 @@ def test_nothing_is_known_before_both_have_been_measured() -> None:
         assert not cost.known
         work = Work()
         work.add(rows, 0)
-        cost.passed(work, rows / 100, now=0)
+        cost.passed(work, rows / 100)
     assert cost.known
     assert cost.prefill_rate == pytest.approx(100, rel=0.1)
 
@@ -135,7 +135,7 @@ def test_attention_is_told_from_rows() -> None:
         for start in (0, 1000, 4000):
             work = Work()
             work.add(rows, start)
-            cost.passed(work, 0.001 + 1e-4 * rows + 1e-7 * rows * (start + rows / 2), now=0)
+            cost.passed(work, 0.001 + 1e-4 * rows + 1e-7 * rows * (start + rows / 2))
     assert cost.compute(100, 8000) == pytest.approx(0.001 + 0.01 + 1e-7 * 100 * 8050, rel=0.02)
     assert cost.gather(100) == pytest.approx(0, abs=1e-6)
 
@@ -146,7 +146,7 @@ def test_gathering_is_told_from_computing() -> None:
         for gathered in (0, 500, 3000):
             work = Work()
             work.add(rows, gathered, gathered)
-            cost.passed(work, 0.001 + 1e-4 * rows + 1e-6 * gathered, now=0)
+            cost.passed(work, 0.001 + 1e-4 * rows + 1e-6 * gathered)
     assert cost.gather(1000) == pytest.approx(1e-3, rel=0.05)
 
 
@@ -156,12 +156,10 @@ def test_gathers_of_a_few_rows_say_nothing_of_many() -> None:
     for turn in range(20):
         rows = 900 + 10 * turn
         gathered = 4 * (turn % 2)
-        cost.passed(Work(rows, 0.0, gathered), 1e-3 * rows * (1.05 if gathered else 1.0), now=0)
+        cost.passed(Work(rows, 0.0, gathered), 1e-3 * rows * (1.05 if gathered else 1.0))
     assert cost.gather(1000) < 0.1 * cost.compute(1000, 0)
     for turn in range(20):
-        cost.passed(
-            Work(100 + turn, 0.0, 600 + 40 * (turn % 3)), 1e-3 * (100 + turn) + 1e-4 * (600 + 40 * (turn % 3)), now=0
-        )
+        cost.passed(Work(100 + turn, 0.0, 600 + 40 * (turn % 3)), 1e-3 * (100 + turn) + 1e-4 * (600 + 40 * (turn % 3)))
     assert cost.gather(1000) == pytest.approx(0.1, rel=0.1)
 
 
@@ -178,7 +176,7 @@ def test_a_pass_may_begin_when_its_layers_come_in_time() -> None:
 def test_when_a_pass_may_begin_is_known_beforehand() -> None:
     cost = reading(1, layers=4)
     for rows in (100, 200, 400):
-        cost.passed(Work(rows), rows / 100, now=0)
+        cost.passed(Work(rows), rows / 100)
     cost.started(1, 4000, now=1000)  # until 1004.5
     at = cost.fits_at([1], 2.0, now=1000)
     assert 1000 < at < 1004.5

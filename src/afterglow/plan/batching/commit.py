@@ -38,7 +38,7 @@ class Committer:
         self._measure(step, result, opened, now)
         for run in step.runs:
             if run.job in result.selecting and run.own > 1:  # decoded tokens may have a pass of their own too
-                self._selected(run, result.selecting[run.job], now)
+                self._selected(run, result.selecting[run.job])
             if run.job in result.exhausted:
                 self._exhausted(self._queue.jobs[run.job], now)
             elif run.job in result.failed:
@@ -48,24 +48,27 @@ class Committer:
             else:
                 self._committed(run, result.tokens, now, result.accepted.get(run.job, 0))
 
-    def _selected(self, run: Run, told: SelectingPass, now: float) -> None:
+    def _selected(self, run: Run, told: SelectingPass) -> None:
         """Learn what selecting takes, which part of the bytes on disk it reads, and how long it waits for them."""
         job = self._queue.jobs[run.job]
-        self._cache.cost.selected(run.own, run.start, told.seconds, now)
+        self._cache.cost.selected(run.own, run.start, told.seconds)
         if job.on_disk and job.spec.retention:
             self._cache.cost.read_selected(job.spec.retention, job.on_disk, told.bytes, told.waited)
 
     def _measure(self, step: Step, result: StepResult, opened: float, now: float) -> None:
         """Learn what computing takes from passes with a prefill in them that had nothing to wait for."""
+        if all(run.own == 1 for run in step.runs):
+            return
+        self._cache.cost.worked(now - opened)
         waited = any(gather.move is not None for run in step.runs for gather in run.gathers)
         waited = waited or bool(result.waiting)
         waited = waited or any(run.own > 1 and self._queue.jobs[run.job].approximate for run in step.runs)
-        if waited or result.failed or result.exhausted or all(run.own == 1 for run in step.runs):
+        if waited or result.failed or result.exhausted:
             return
         work = Work()
         for run in step.runs:
             work.add(len(run.tokens), run.start, sum(gather.stop - gather.start for gather in run.gathers))
-        self._cache.cost.passed(work, now - opened, now)
+        self._cache.cost.passed(work, now - opened)
 
     def _committed(self, run: Run, tokens: Mapping[int, int], now: float, accepted: int = 0) -> None:
         """Take in a run. `accepted`: how many of its guesses were right."""

@@ -103,7 +103,7 @@ class LoadOrRecompute:
             return views
         if self.source == "recompute":
             return []
-        return self._fastest(job, views, cold, row, now)[0] or self._tried(views, cold, row, now)
+        return self._fastest(job, views, cold, row, now)[0] or self._tried(views, cold, row)
 
     def selecting_pays(self, job: Job, views: list[View], row: int, now: float) -> bool:
         """Is a job's prefill predicted to end sooner where it reads the important rows of these views (SPEC) than where it is exact?
@@ -121,7 +121,7 @@ class LoadOrRecompute:
         sizes = [views[i].extent.file_bytes for i in cold]
         selecting = cost.select_from(job.length - prefix, prefix, job.spec.retention, sizes, now)
         longer = selecting - self._fastest(job, views, cold, row, now)[1]
-        return longer < 0 or cost.may_select(longer, now)
+        return longer < 0 or cost.may_select(longer)
 
     def _cold(self, views: list[View], row: int) -> list[int]:
         """Return the numbers of the views whose rows have to be read."""
@@ -161,7 +161,7 @@ class LoadOrRecompute:
         gone = set(cold[:recomputed])
         return [view for i, view in enumerate(views) if i not in gone], best
 
-    def _tried(self, views: list[View], cold: Sequence[int], row: int, now: float) -> list[View]:
+    def _tried(self, views: list[View], cold: Sequence[int], row: int) -> list[View]:
         """Choose, now and then, a few rows in host although computing them is faster: else a host that was slow once would be slow
         for ever."""
         away = set(cold)
@@ -175,7 +175,7 @@ class LoadOrRecompute:
             rows = rows + view.stop - view.start if run else 0
             if rows < MIN_GATHERED:
                 continue  # of so few nothing would be learned
-            if rows < fewest and self._cache.cost.may_gather(rows, row - rows, now):
+            if rows < fewest and self._cache.cost.may_gather(rows, row - rows):
                 tried, fewest = run, rows
             run, rows = [], 0
         return tried

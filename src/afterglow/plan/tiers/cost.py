@@ -124,8 +124,11 @@ class Cost:
         self._read_at = 0.0  # when a read was last measured
         self._fetch_at = 0.0
         self._probe_at = 0.0  # no probe before: the last ones have had their share
-        self._gathered_at = 0.0  # when a pass was last measured that gathered rows
-        self._selected_at = math.inf  # when a pass last selected; before that, selecting is predicted at its best
+        self._busy = 0.0  # seconds of steps with a prefill in them, with what they waited for
+        self._gathered_at = 0.0  # of these, when a pass was last measured that gathered rows
+        self._selected_at = (
+            math.inf
+        )  # of these, when a pass last selected; before that, selecting is predicted at its best
         self._read = Fit(2, READS)
         self._fetch = Fit(2, READS)  # reads of the shared tier, up to their last row in host
         self._pass = Fit(4, PASSES)
@@ -208,28 +211,33 @@ class Cost:
         """Take note that a probe has ended after so many seconds."""
         self._probe_at = now + seconds / PROBE_SHARE
 
-    def passed(self, work: Work, seconds: float, now: float) -> None:
+    def passed(self, work: Work, seconds: float) -> None:
         """Learn from a forward pass that waited for nothing."""
         features, past = work.features(), 1.0
         if work.gathered >= MIN_GATHERED:
-            past, self._gathered_at = _surprised(self._pass.predict(features) or 0.0, seconds), now
+            past, self._gathered_at = _surprised(self._pass.predict(features) or 0.0, seconds), self._busy
         self._pass.add(features, seconds, past)
 
-    def may_gather(self, rows: int, start: int, now: float) -> bool:
+    def worked(self, seconds: float) -> None:
+        """Take note of a step with a prefill in it, whatever it waited for. Jobs wait for what is tried, so that it may take a share of
+        these seconds, and none of idle time."""
+        self._busy += seconds
+
+    def may_gather(self, rows: int, start: int) -> bool:
         """May rows in host be gathered that are faster to compute, to see whether host has become faster? What that takes longer is
-        the probes' share of the time since rows were gathered last."""
+        the probes' share of what prefills have taken since rows were gathered last."""
         longer = self.gather(rows) - self.compute(rows, start)
-        return longer <= PROBE_SHARE * (now - self._gathered_at)
+        return longer <= PROBE_SHARE * (self._busy - self._gathered_at)
 
-    def may_select(self, longer: float, now: float) -> bool:
+    def may_select(self, longer: float) -> bool:
         """May a pass select that is predicted to take `longer` seconds longer so, to see whether that is still right? That is the
-        probes' share of the time since a pass selected last."""
-        return longer <= PROBE_SHARE * (now - self._selected_at)
+        probes' share of what prefills have taken since a pass selected last."""
+        return longer <= PROBE_SHARE * (self._busy - self._selected_at)
 
-    def selected(self, rows: int, prefix: int, seconds: float, now: float) -> None:
+    def selected(self, rows: int, prefix: int, seconds: float) -> None:
         """Learn from a pass that selected from `prefix` rows for `rows` new ones; without what it waited for."""
         self._select.add((1.0, rows, prefix), seconds)
-        self._selected_at = now
+        self._selected_at = self._busy
 
     def read_selected(self, retention: float, sizes: Sequence[int], read: int, waited: float) -> None:
         """Learn how much of the files of these sizes a pass has read that selected the share `retention` of the rows, in bytes, and how

@@ -77,6 +77,7 @@ MEASURED: dict[str, tuple[Source, ...]] = {
             "the paper: alpha 0.6",
         ),
         Source("importance_quality", "Fig. 4, 8, 15, 22", f"{BUNDLED}; stories260k", "the paper: alpha 0.6", "points"),
+        Source("importance_means", "beyond", f"{BUNDLED}; {REAL}", "the paper: alpha 0.6", "points"),
     ),
     "AttnCache": (
         Source("attncache_sts", "Tables 1, 2", "MiniLM, 22 M", "250 other pairs of each task"),

@@ -35,7 +35,7 @@ def test_goals_are_judged_as_they_are_written(path: Path) -> None:
             assert goal["within_noise"] is (near and not goal["met"]), goal
 
 
-NOT_YET = {"attncache_decoder", "importance_means"}
+NOT_YET = {"attncache_decoder"}
 """Benchmarks whose files wait for a quiet machine."""
 NAMES = rerun.RUNS.keys() | rerun.FULL.keys() | rerun.LEFT_OUT.keys()
 

@@ -173,8 +173,7 @@ EXPLAINED = (
         "the plan's own choice",
         r"auto over the fastest way",
         "2 GB/s: the engine that chooses has files whose rows are in order of importance. Loading all of them puts rows back into order, in the thread that reads; half of its "
-        "requests loaded in another run, and took 190 ms as well. `grouped`: it expects 365 ms of a load that takes 287, since an engine's first load takes 527, and expects no more "
-        "of selecting, which takes 391. By itself the same point loads, at 1.05.",
+        "requests loaded in another run, and took 190 ms as well. `grouped`: in a run by itself it expected 365 ms of a load that takes 287 (an engine's first takes 527) and 450 of selecting, and loaded, at 1.05. Why it selected in the full run is not known.",
         (
             "what passes wait for is learned: 1.31 became 1.05 (SmolLM2, 4K)",
             "one copy instead of two: 1.6 to 3.8 ms for 5 to 15 ms of 17 MB",

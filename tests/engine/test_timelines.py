@@ -160,7 +160,7 @@ def test_the_read_buffer_has_the_formulas_size(
         for move in range(-3, 0):
             known.started(move, 1, now=0.0)
             known.ended(move, 1, 1.0, now=0.0)
-            known.passed(Work(rows=1), 0.8, now=0)
+            known.passed(Work(rows=1), 0.8)
         monkeypatch.setattr(known, "read", lambda size, far=False: 1.0 if size else 0.0)
         monkeypatch.setattr(known, "compute", lambda rows, start, gathered=0: 0.8)
 

@@ -422,3 +422,20 @@ def test_selecting_that_was_slow_once_is_tried_again() -> None:
     server.executor.selecting_waits = 0.1
     assert not any(turns(2, pause=3600.0)), "the time between jobs does not count"
     assert all(turns(60)[-10:])
+
+
+def test_jobs_that_come_together_do_not_all_try_to_select() -> None:
+    """The share is one try's: the first one's pass has not ended when the others begin."""
+    server = taught(load_seconds=0.01)
+    server.executor.selecting_seconds = 5.0
+    while selects(server, words(HISTORY, 9000)):
+        to_disk(server)
+    to_disk(server)
+    server.scheduler.cache.cost.worked(1000.0)  # far more than a try needs
+    jobs = [
+        server.submit([*words(HISTORY, 9000), *words(NEW, 77_000 + number)], selects=True, retention=0.25)
+        for number in range(3)
+    ]
+    server.finish()
+    admits = [run.admit for job in jobs for run in server.runs(job) if run.admit is not None]
+    assert [bool(admit.selectable) for admit in admits] == [True, False, False]

@@ -49,7 +49,8 @@ class LoadedParts:
 
 
 def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
-    """Serve a model, and return the exit code after an orderly end. Raises: UserError, also if the address is in use."""
+    """Serve a model until a signal; return the exit code, 1 where the engine stopped before. Raises: UserError, also if the address is
+    in use."""
     found = find_served(model, server, config)
     server = found.server
     set_up_threads(config.threads)
@@ -72,7 +73,8 @@ def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
             os.close(open_for_appending(server.record_trace))
         with loaded(found) as parts:
             Service(parts.engine, parts.tokenizer, server, found.folder, sock, parts.embedders, parts.kill).run()
-    return 0
+            lived = parts.engine.healthy
+    return 0 if lived else 1
 
 
 def find_served(model: str | None, server: ServerConfig, config: EngineConfig) -> FoundModel:

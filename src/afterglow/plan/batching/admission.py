@@ -149,6 +149,7 @@ class Admission:
             return Wait.TURN
         if self._reserve(job, None, None, 0) is None:
             return Wait.DEVICE
+        self._cache.cost.selects()
         self._batch.pin(job, views)
         job.loads = {view.extent: False for view in views if view.extent.host != "ready"}
         rows = sum(view.stop - view.start for view in views)

@@ -126,9 +126,7 @@ class Cost:
         self._probe_at = 0.0  # no probe before: the last ones have had their share
         self._busy = 0.0  # seconds of steps with a prefill in them, with what they waited for
         self._gathered_at = 0.0  # of these, when a pass was last measured that gathered rows
-        self._selected_at = (
-            math.inf
-        )  # of these, when a pass last selected; before that, selecting is predicted at its best
+        self._selected_at = math.inf  # of these, when a job last began to select; before, that is predicted at its best
         self._read = Fit(2, READS)
         self._fetch = Fit(2, READS)  # reads of the shared tier, up to their last row in host
         self._pass = Fit(4, PASSES)
@@ -231,17 +229,20 @@ class Cost:
 
     def may_select(self, longer: float) -> bool:
         """May a pass select that is predicted to take `longer` seconds longer so, to see whether that is still right? That is the
-        probes' share of what prefills have taken since a pass selected last."""
+        probes' share of what prefills have taken since a job last began to select."""
         return longer <= PROBE_SHARE * (self._busy - self._selected_at)
+
+    def selects(self) -> None:
+        """Take note that a job begins to select. What comes of it, jobs behind it are not to try as well."""
+        self._selected_at = self._busy
 
     def selected(self, rows: int, prefix: int, seconds: float) -> None:
         """Learn from a pass that selected from `prefix` rows for `rows` new ones; without what it waited for."""
         self._select.add((1.0, rows, prefix), seconds)
-        self._selected_at = self._busy
 
     def read_selected(self, retention: float, sizes: Sequence[int], read: int, waited: float) -> None:
         """Learn how much of the files of these sizes a pass has read that selected the share `retention` of the rows, in bytes, and how
-        long it has waited for that: rows come in chunks, of which caches have some, and layers compute while others are read."""
+        long it has waited for that: rows come in chunks, caches have some, and layers compute while others are read."""
         part = read / sum(sizes)
         self._chunks += (part / self._selected_rows(retention) - self._chunks) / 4
         if expected := self.alone([int(part * size) for size in sizes]):

@@ -185,9 +185,7 @@ class Service:
         if not prepared:
             self.socket.close()
             return
-        if (
-            signals
-        ):  # the process is ours, and its objects of now stay; collecting them again would take 0.1 s now and then
+        if signals:  # the process is ours, and its objects of now stay: collecting them again takes 0.1 s now and then
             gc.collect()
             gc.freeze()
         announce(self.state.engine.conversations.folder, url=self.address, certificate=certificate_of(self._config))

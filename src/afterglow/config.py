@@ -290,8 +290,8 @@ class EngineConfig:
     )
     importance_rest: ImportanceRest = option(
         "forget",
-        "Rows that a layer does not take: forget leaves them out (SPEC); means stands the mean of each 64 in for them, which are in the "
-        "files then: another format and folder. It helps with --importance-mass.",
+        "Rows that a layer does not take: forget leaves them out (SPEC); means attends to the mean key and value of each 64 of them, "
+        "which the files hold then: another format and folder. It helps with --importance-mass.",
     )
     importance_renew: int = option(
         1,

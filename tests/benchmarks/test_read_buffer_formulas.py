@@ -15,7 +15,7 @@ SECONDS = st.floats(0.01, 10)
 
 @given(LAYERS, SECONDS, SECONDS)
 def test_the_exact_buffer_is_the_least_without_a_stall(layers: int, load: float, compute: float) -> None:
-    # Spec A4: stall(k*) = 0 and stall(k* - 1) > 0, up to rounding.
+    # Stall(k*) = 0 and stall(k* - 1) > 0, up to rounding.
     wanted = read_buffer_layers(layers, load, compute)
     assert stall(layers, load, compute, wanted) <= 1e-9 * layers * load
     if wanted > 1 or layers * load > (layers - 1) * compute:

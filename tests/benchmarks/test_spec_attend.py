@@ -95,7 +95,7 @@ class Masked:
 )
 @pytest.mark.parametrize("case", ["llama", "llama-mha", "falcon-mqa", "opt", "phi-gqa"])
 def test_a_selection_is_a_mask_at_the_original_positions(case: str, rules: SelectionRules, tmp_path: Path) -> None:
-    """Also for decoding (S17) and for sets of each head (S7)."""
+    """Also for decoding and for sets of each head."""
     save_case(case, tmp_path)
     decoder = load_model(tmp_path)
     ids, more = tokens(ROWS), tokens(sum(NEW), seed=1)
@@ -131,7 +131,7 @@ def test_what_is_selected_depends_on_the_query_and_first_on_the_first_layers_att
 
 
 def test_a_system_prompt_is_attended_to_whole() -> None:
-    """It is not selected from, and takes its share of the weights by which the rest is judged (X8)."""
+    """It is not selected from, and takes its share of the weights by which the rest is judged."""
     decoder = random_model(dataclasses.replace(PRESETS["tiny"], kv_heads=4))
     ids, more = tokens(150, vocab=512), tokens(6, seed=1, vocab=512)
     prefix = prefill(decoder, ids)

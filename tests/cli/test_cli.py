@@ -74,6 +74,9 @@ def test_every_setting_is_a_flag() -> None:
             if field.name != "cache":
                 assert "--" + field.name.replace("_", "-") in text
                 assert field.metadata["help"].endswith(".")
+                for bracketed in re.findall(r"[^\s(]*\[[^]]*\]", field.metadata["help"]):
+                    assert bracketed in text
+    assert "afterglow-llm[tools]" in text
     assert "[default: 16M]" in text
     assert "One of auto, float32, bfloat16, float16." in text
 

@@ -156,6 +156,17 @@ def test_what_is_wrong_in_a_file_is_named_with_the_file(tmp_path: Path, text: st
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("variable", ["AFTERGLOW_API_KEY", "AFTERGLOW_SERVE_API_KEY", "AFTERGLOW_ADMIN_KEY"])
+def test_an_empty_key_in_a_variable_does_not_leave_the_server_open(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """A secret that was not found is an empty variable."""
+    monkeypatch.setenv(variable, "")
+    result = inside("serve", "/no/model")
+    assert result.returncode == 2
+    assert result.stderr == f"afterglow: error: {variable} cannot be empty\n"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [

@@ -115,7 +115,7 @@ def test_prefixes_from_the_disk_are_shared_too(
 def test_conversations_that_have_been_truncated_share_what_they_begin_with(
     start: Callable[..., Handle], model_of: Callable[[str], Path]
 ) -> None:
-    """Shared rows keep their positions; rows that survived behind them have moved (spec X7)."""
+    """Shared rows keep their positions; rows that survived behind them have moved."""
     rng = random.Random(6)
     system = [rng.randrange(VOCAB) for _ in range(96)]
     texts = [[*system, *(rng.randrange(VOCAB) for _ in range(200))] for _ in range(4)]
@@ -250,7 +250,7 @@ def test_rows_of_a_job_whose_load_failed_are_not_read(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (8, 1)])
 def test_what_is_read_is_what_the_paper_counts(heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """RelayAttention §3.4, eq. 8 to 10, in elements of one layer: as printed, which counts the keys alone of as many KV heads as
-    heads; and with values and grouped heads (spec R5)."""
+    heads; and with values and grouped heads."""
     b, s, c, d = 6, 128, 17, 16
     counted = {"q": 0, "keys": 0, "values": 0, "out": 0, "merge": 0}
 

@@ -320,7 +320,7 @@ def test_means_of_rows_in_host_are_made_once(
 def test_of_a_truncated_conversation_all_is_what_it_is_without(
     start: Start, model_of: Models, tmp_path: Path, family: str
 ) -> None:
-    """Positions are those in the truncated context (X10), and its private rows can be selected from."""
+    """Positions are those in the truncated context, and its private rows can be selected from."""
     model = model_of(family)
     handle = start(model, tmp_path, max_model_len=WINDOW, importance=1.0, importance_exact="never")
     text = draw(family, SYSTEM + 5 * TURN)

@@ -1,5 +1,5 @@
 """Bytes that selecting requests read from disk, as the system counts them: the engine's statistics, and the accounting of the
-paper's Figure 9 in whole chunks (spec S8, S9)."""
+paper's Figure 9 in whole chunks."""
 
 from __future__ import annotations
 

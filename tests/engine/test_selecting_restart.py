@@ -1,4 +1,4 @@
-"""What requests have found important survives a restart: averages, orders, selections and the bytes they read (spec S12, S13)."""
+"""What requests have found important survives a restart: averages, orders, selections and the bytes they read."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_golden_thresholds(retention: float, expected: float, wanted: float) -> 
 
 
 def test_the_threshold_is_what_random_sets_have() -> None:
-    """E[J] as a ratio of expectations (S5): random sets are about as similar."""
+    """E[J] as a ratio of expectations: random sets are about as similar."""
     generator = torch.Generator().manual_seed(0)
     rows, k = 4000, 1000
     found = [similarity(top(torch.rand(3, rows, generator=generator), k)) for _ in range(30)]

@@ -1,4 +1,4 @@
-"""Rows are erased when no job has used them for as long as was asked for (spec A15): when, and when not yet."""
+"""Rows are erased when no job has used them for as long as was asked for: when, and when not yet."""
 
 from __future__ import annotations
 

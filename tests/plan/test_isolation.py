@@ -1,5 +1,5 @@
-"""Which rows which tenant finds: tenants share nothing (X5), truncated rows are no prefix (X2), and nothing that
-is only nearly right is taken for exact (X3)."""
+"""Which rows which tenant finds: tenants share nothing, truncated rows are no prefix, and nothing that
+is only nearly right is taken for exact."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def extents(server: Lasting) -> list[Extent]:
     return list(server.scheduler.cache.index.extents.values())
 
 
-# ------------------------------------------------------------------------------------------------ tenants (X5)
+# ------------------------------------------------------------------------------------------------ tenants
 
 
 @pytest.mark.parametrize("where", ["device", "host", "disk", "restarted"])
@@ -152,7 +152,7 @@ def test_a_reset_of_one_tenant_leaves_the_running_jobs_of_others() -> None:
     assert server.known(server.text(job), "b") == 49
 
 
-# ------------------------------------------------------------------------------------------ truncated rows (X2)
+# ------------------------------------------------------------------------------------------ truncated rows
 
 
 def cut_server(**settings: object) -> tuple[Lasting, list[int]]:
@@ -224,7 +224,7 @@ def test_a_private_extent_never_hangs_in_the_tree_of_its_tenant() -> None:
         assert all(node.parent is not None for node in extent.nodes)
 
 
-# ------------------------------------------------------------------------------------------ exact rows only (X3)
+# ------------------------------------------------------------------------------------------ exact rows only
 
 
 def test_rows_are_exact_unless_they_are_private() -> None:

@@ -1,5 +1,5 @@
-"""Registered prefixes: who finds them (X5), that they stay in every tier and over restarts, that budgets hold, and that
-truncation leaves them alone (X6)."""
+"""Registered prefixes: who finds them, that they stay in every tier and over restarts, that budgets hold, and that
+truncation leaves them alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokens that all conversations with a system prompt begin with (R9)."""
+"""The tokens that all conversations with a system prompt begin with."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ LATE_TURN = 38  # the last turns that Figure 4 shows
 MANY_TURNS = 20  # up to here there are enough conversations for means to be smooth
 
 LAYERS, BATCH, HISTORY, NEW = 40, 16, 1024, 100  # of Figures 18 to 20: LLaMA-13B on one device
-RATIO = 0.6376  # computing over loading, per layer, fitted to Figure 19's two reductions (spec A4)
+RATIO = 0.6376  # computing over loading, per layer, fitted to Figure 19's two reductions
 TOKEN_S = 0.195e-3  # computing one token there, which is what that ratio means
 DECODED = 20
 

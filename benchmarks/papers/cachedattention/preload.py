@@ -29,7 +29,7 @@ from benchmarks.common.engines import engine_of
 from benchmarks.papers.cachedattention.read_buffer import stall
 from benchmarks.peers.random_gguf import SHAPE_1B, write_random
 
-RATIO = 0.6376  # compute over load, per layer, that fits Figure 19 (spec A4)
+RATIO = 0.6376  # compute over load, per layer, that fits Figure 19
 PAPER_LAYERS = 40
 HISTORY, NEW = 1024, 100
 TIERS: tuple[Literal["host", "disk"], ...] = ("host", "disk")

@@ -3,7 +3,7 @@
 One layer's attention of a batch of single queries, each over a shared prefix and a context of its own, in three ways: every
 request has a copy of the prefix ("plain"), the prefix is stored once and read by each ("shared"), or is read once for all,
 stacked, and merged ("relay"): the engine's own kernels, and relay without the kernels built for this machine ("torch"). `theory` is
-the smaller of the paper's count of reads (spec R5, for keys and values and grouped heads) and the roofline: how fast each way's
+the smaller of the paper's count of reads (for keys and values and grouped heads) and the roofline: how fast each way's
 bytes can be read at all (measured on as much memory, caches included), and how fast its products can be computed at all (by our own
 kernels or torch's). Ways take turns in random order.
 
@@ -152,7 +152,7 @@ def _point(options: Any, kv_heads: int, requests: int, context: int, prefix: int
         samples = interleaved(variants, 5 if options.quick else 15, random.Random(options.seed))
     seconds = {name: statistics.median(found) for name, found in samples.items()}
     group = options.heads // kv_heads
-    counted = (prefix + context + group) / (prefix / requests + context + 3.5 * group)  # spec R5
+    counted = (prefix + context + group) / (prefix / requests + context + 3.5 * group)
     row = 2 * kv_heads * options.head_dim * 4
     products = requests * (prefix + context) * 4 * options.heads * options.head_dim / flops
     apart, together = ((rows + requests * context) * row for rows in (requests * prefix, prefix))

@@ -1,4 +1,4 @@
-"""What a selection costs to load: vectors, bytes, chunks (SPEC, Figure 9; spec S8-S10).
+"""What a selection costs to load: vectors, bytes, chunks (SPEC, Figure 9).
 
 A vector is one head's key, or value, of one row. All numbers are for one layer of one request.
 """

@@ -2,8 +2,8 @@
 
 No I/O: this shows what a selection does to answers (SPEC, Figures 4, 8, 11, 15, 19, 22), and is what an `Attend` that loads
 rows must agree with. Rows keep the positions that they had, for a new token has one position while each layer, and each
-head of a layer that fell back, selects rows of its own (spec S16). What a layer selected while the prompt was computed is
-what it attends to until the end (S17), unless it is asked to `renew` that.
+head of a layer that fell back, selects rows of its own. What a layer selected while the prompt was computed is
+what it attends to until the end, unless it is asked to `renew` that.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class SelectingAttend:
         return waited(self._selector.select(len(keys), queries, lambda: at_hand(keys), lambda: at_hand(keys)), 0)
 
     def _rows(self, layer: int, selection: Selection) -> Part:
-        """Dense copies of the selected rows [k, kv_heads, head_dim]; each KV head's may be other ones (spec X16)."""
+        """Dense copies of the selected rows [k, kv_heads, head_dim]; each KV head's may be other ones."""
         keys, values = (t[layer][self._system :] for t in (self._prefix.keys, self._prefix.values))
         if selection.kind == "all":
             return keys, values

@@ -1,4 +1,4 @@
-"""What SPEC is compared with, as rows of a table: all keep as many rows, and choose them in other ways (spec S19)."""
+"""What SPEC is compared with, as rows of a table: all keep as many rows, and choose them in other ways."""
 
 from __future__ import annotations
 

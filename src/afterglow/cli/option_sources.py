@@ -26,7 +26,7 @@ NAMES = "AFTERGLOW_"
 _OTHERS = re.compile(
     r"CONFIG|DATA|KERNELS|PEERS|BENCH_DIR|WRITE_(API|DOCS)|SERVICE_(HOST|PORT)\w*|PORT_\d+_(TCP|UDP)\w*"
 )
-_UNSET = ("", "null", "~")  # in a file; but a key that is empty by mistake must not leave a server open
+_UNSET = ("", "null", "~")  # in a file; a variable is unset where it is empty
 _OVERRULE = "the command line goes before it"
 
 
@@ -127,7 +127,7 @@ def _from_file(path: str, command: str, known: Mapping[str, set[str]]) -> dict[s
                 raise ConfigError(f"{where} must be a value or a list of values")
             if table not in (None, command):
                 continue
-            if value in _UNSET and not (value == "" and name.endswith("_key")):
+            if value in _UNSET and not _is_empty_key(name, value):
                 found.pop(name, None)
                 continue
             remedy = f"a table `{command}` in the file can have another" if table is None else _OVERRULE
@@ -142,9 +142,11 @@ def _from_variables(command: str, known: Mapping[str, set[str]]) -> dict[str, _F
     found: dict[str, _Found] = {}
     own: dict[str, _Found] = {}
     for variable, value in sorted(os.environ.items()):
-        if not variable.startswith(NAMES) or not value or _OTHERS.fullmatch(variable, len(NAMES)):
+        if not variable.startswith(NAMES) or _OTHERS.fullmatch(variable, len(NAMES)):
             continue
         name = variable.removeprefix(NAMES).lower()
+        if not value and not _is_empty_key(name, value):
+            continue
         table = next((c for c in known if name.startswith(f"{c}_") and name[len(c) + 1 :] in known[c]), None)
         if table is None and name not in everything:
             raise ConfigError(
@@ -156,6 +158,11 @@ def _from_variables(command: str, known: Mapping[str, set[str]]) -> dict[str, _F
             remedy = f"{NAMES}{command.upper()}_{name.upper()} is for `{command}` alone"
             found[name] = (value, OptionSource(variable, remedy))
     return found | own
+
+
+def _is_empty_key(name: str, value: Any) -> bool:
+    """Tell whether a value is an empty key: one that is empty by mistake must not leave a server open."""
+    return value == "" and name.endswith("_key")
 
 
 def _listed(value: str, source: OptionSource) -> list[str]:

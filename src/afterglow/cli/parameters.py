@@ -151,7 +151,8 @@ def _parameters(name: str, kind: Any, about: Only | Field[Any] | None = None) ->
 def _from_field(name: str, field: Field[Any], kind: Any, panel: str | None) -> inspect.Parameter:
     about = field.metadata
     default = inspect.Parameter.empty if field.default is MISSING else field.default
-    more: dict[str, Any] = {"help": about["help"], "rich_help_panel": panel, "metavar": about.get("metavar")}
+    more: dict[str, Any] = {"rich_help_panel": panel, "metavar": about.get("metavar")}
+    text: str = about["help"]
     if default in (None, (), "", inspect.Parameter.empty) or isinstance(kind, types.UnionType):
         more["show_default"] = False
     if kind == SizeOrAuto:
@@ -171,8 +172,9 @@ def _from_field(name: str, field: Field[Any], kind: Any, panel: str | None) -> i
     elif typing.get_origin(kind) is typing.Literal:
         choices = ", ".join(map(str, typing.get_args(kind)))
         more["metavar"] = "CHOICE"
-        more["help"] = about["help"] if choices in about["help"] else f"{about['help']} One of {choices}."
+        text = text if choices in text else f"{text} One of {choices}."
         kind = int if isinstance(default, int) else kind  # the dataclass checks the choice
+    more["help"] = text.replace("[", r"\[")  # rich takes brackets for its own markup
     if about.get("argument"):
         more["show_default"] = False
         return _parameter(name, Annotated[kind, typer.Argument(**more)], default)

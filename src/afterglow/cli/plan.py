@@ -101,7 +101,7 @@ def _answer(best: SizeTrial, found: WorkingSet | None) -> list[tuple[str, str]]:
     cost = best.figures["cost"]
     share = best.hourly.storage / best.hourly.total if best.hourly.total else 0.0
     return [
-        ("RCC", f"{format_size(capacity)}{ratio}"),
+        ("RCC", f"{format_size(capacity)} of host memory and disk{ratio}"),
         (
             "cheapest",
             f"{best.devices} device{'s' * (best.devices > 1)}, {format_size(best.dram)} of host memory, "

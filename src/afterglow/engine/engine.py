@@ -242,13 +242,13 @@ class Engine:
         session_id: str | None = None,
     ) -> Truncation:
         """Leave tokens out of a conversation from now on, and keep the KV of all others (CachedAttention §3.4, token
-        discarding lists of compression methods; spec A14).
+        discarding lists of compression methods).
 
         `context`: all tokens so far, including tokens that were left out before. `dropped`: the tokens to leave out, as
         indices (ascending) or as ranges [start, stop). `system_rows`: tokens of the system prompt, which stay; with 0 they
         may be left out too.
 
-        The KV that remains is copied in host memory under another salt (X2), so that no other conversation can match
+        The KV that remains is copied in host memory under another salt, so that no other conversation can match
         it. Turns that begin with the same context and have `truncation` set go on from it, at new positions, also after a
         restart. Waits for the copy, and computes one token: the last.
 

@@ -1,6 +1,6 @@
 """Work while the engine is idle, for requests that attend to a part of their prefix: compute exact rows, and reorder files.
 
-The own rows of such a request are approximate, so they are not kept (spec X3). While the engine is idle the request's prompt is
+The own rows of such a request are approximate, so they are not kept. While the engine is idle the request's prompt is
 computed once more, exactly, so that the next turn finds all rows in the cache. From time to time extents' files are rewritten
 with important rows together (SPEC §IV-D). On an engine that is never idle both get a small share of the work.
 

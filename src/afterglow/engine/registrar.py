@@ -1,4 +1,4 @@
-"""Register prefixes: compute them at once, not when a request first begins with them (RelayAttention §3.2, spec R1)."""
+"""Register prefixes: compute them at once, not when a request first begins with them (RelayAttention §3.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Score how important the tokens of each conversation were so far, for the truncation policy `importance` (spec A14, S2).
+"""Score how important the tokens of each conversation were so far, for the truncation policy `importance`.
 
 A token's score is the attention that it received: the column sum of the attention weights, over all layers, heads and later
 rows (H2O). Scores are recorded while rows are computed, and only while that policy is on: this costs about another pass

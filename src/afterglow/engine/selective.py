@@ -1,8 +1,8 @@
-"""Attend to the important rows of a cached prefix: SPEC, for one request (§IV; spec S1-S8, S16, S17).
+"""Attend to the important rows of a cached prefix: SPEC, for one request (§IV).
 
 Each layer selects rows while the prompt is computed, and the request attends to these rows, at the positions that they had:
-until the request ends, as in the paper (S17), or until decoded tokens select anew (`--importance-renew`; a fact that a reply
-retrieves is found by the reply's own attention). The request's own rows are approximate, so they are never stored (spec X3).
+until the request ends, as in the paper, or until decoded tokens select anew (`--importance-renew`; a fact that a reply
+retrieves is found by the reply's own attention). The request's own rows are approximate, so they are never stored.
 Requests beside it are computed as always.
 """
 

@@ -251,7 +251,7 @@ def make_scheduler(
     Raises: ConfigError, where the journal cannot be written.
     """
     cache = config.cache
-    # Chunks are read from disk (spec S9), so with --importance all extents go there at once.
+    # Chunks are read from disk, so with --importance all extents go there at once.
     at_once = config.importance is not None or cache.shared is not None  # as are extents that others are to find
     write_policy = "write_through" if at_once else cache.write_policy
     options = SchedulerOptions(

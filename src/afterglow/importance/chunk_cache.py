@@ -1,8 +1,8 @@
-"""Cache chunks of prefixes on the device and in host memory (SPEC, IV-D; spec S14, S15).
+"""Cache chunks of prefixes on the device and in host memory (SPEC, IV-D).
 
 All chunks are on disk for good; the two caches above hold no chunk twice. A chunk's score is its frequency times the share
 of rows that requests wanted. A chunk moves up when its score is higher than the lowest ones in the cache above. The
-caches' budgets are their own, apart from those of conversations (spec X13). Chunks that are in neither cache are remembered in
+caches' budgets are their own, apart from those of conversations. Chunks that are in neither cache are remembered in
 bounded number; those that were asked for longest ago are forgotten.
 
 `ChunkPlacement` decides, in moves, and does no I/O. The moves of one access can be carried out in their order: the asking
@@ -154,7 +154,7 @@ class ChunkPlacement(Generic[C]):
         self._weight = 1.0  # of a request
         self.forgot: Callable[[C], object] = lambda chunk: None  # called with chunks that are forgotten
         self._requests = 0
-        # Rows that requests wanted, by where they were (spec S20).
+        # Rows that requests wanted, by where they were.
         self.rows: dict[Place, int] = dict.fromkeys(get_args(Place), 0)
 
     def __len__(self) -> int:
@@ -300,7 +300,7 @@ class ChunkKey(NamedTuple):
 
 
 class ChunkCache:
-    """Hold rows of chunks on the device and in host memory, where `ChunkPlacement` decides (SPEC §IV-B; spec S14, S15).
+    """Hold rows of chunks on the device and in host memory, where `ChunkPlacement` decides (SPEC §IV-B).
 
     Only chunks of files as they are now are held.
     """

@@ -188,7 +188,7 @@ class ChunkLoader:
         return found
 
     def look(self) -> None:
-        """Consider for rewriting the extents whose rows' importance has changed (spec S12). Counts of chunks' uses are
+        """Consider for rewriting the extents whose rows' importance has changed. Counts of chunks' uses are
         halved."""
         changed, self._changed = self._changed, {}
         self._due = deque(dict.fromkeys([*self._due, *changed]))

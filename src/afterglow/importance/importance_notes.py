@@ -1,4 +1,4 @@
-"""Write down how important rows were, as durable notes beside the extents, so that a restart forgets no averages (spec S13).
+"""Write down how important rows were, as durable notes beside the extents, so that a restart forgets no averages.
 
 An extent has one note or several, each of some layers, because a note has a largest size. Numbers are rounded: means to
 half precision, and counts end at 255, so that later requests always move a mean a little. An extent of which a note is

@@ -1,6 +1,6 @@
 """Remember the loaded rows of a prefix in one layer, so that the selection can be renewed while a request decodes.
 
-SPEC decodes over the rows that the prompt selected (spec S17). A fact that a reply retrieves is attended to by decoded tokens,
+SPEC decodes over the rows that the prompt selected. A fact that a reply retrieves is attended to by decoded tokens,
 which took no part in that selection; so their queries may select anew. Rows that have been loaded before are taken from here,
 and only the rest is read. No more than the prefix is held, as much as the plan counts for it.
 """

@@ -116,7 +116,7 @@ class PrefixLoader:
 
     def take(self, layer: int, selection: Selection, keys: Tensor | None) -> Waits[tuple[Tensor, Tensor]]:
         """Load keys and values that a layer has selected, [kept, kv_heads, head_dim] each. The rows of each KV head may be
-        other ones (spec X16). `keys`: the result of `all_keys`, if the layer has loaded all keys.
+        other ones. `keys`: the result of `all_keys`, if the layer has loaded all keys.
 
         Raises: `RowsLost`.
         """

@@ -1,4 +1,4 @@
-"""Know where rows of a prefix lie in extents' files, and in which chunks (SPEC §IV-D; spec S12, S13).
+"""Know where rows of a prefix lie in extents' files, and in which chunks (SPEC §IV-D).
 
 The file of an extent may have its rows in the order of their importance, so that rows that are needed together lie together.
 Each layer has another order, shared by keys and values. Rows are never moved across extents: another prefix may share

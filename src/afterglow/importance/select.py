@@ -1,4 +1,4 @@
-"""Find out which rows are important, from the keys of a few probe heads where these agree (SPEC, IV-B; spec S2-S7, S18).
+"""Find out which rows are important, from the keys of a few probe heads where these agree (SPEC, IV-B).
 
 `RowSelector`, the one routine for prompts and for decoded tokens, takes these steps for each layer of a request:
 
@@ -69,7 +69,7 @@ class SelectionRules:
             raise ConfigError(f"alpha must be 0 or more, got {self.alpha:g}; SPEC's default is 0.6")
 
     def keep(self, rows: int) -> int | None:
-        """Compute how many of `rows` rows to select; None where all are kept without looking (spec S1)."""
+        """Compute how many of `rows` rows to select; None where all are kept without looking."""
         if rows == 0 or rows < self.least or self.retention >= 1:
             return None
         k = max(1, round(self.retention * rows))
@@ -115,7 +115,7 @@ class Probes:
 
 
 def probes_of(heads: int, kv_heads: int, count: int = 3) -> Probes:
-    """Choose the first `count` KV heads of a layer (spec S3, S18). With fewer KV heads the voters are single query heads, taken
+    """Choose the first `count` KV heads of a layer. With fewer KV heads the voters are single query heads, taken
     from all KV heads in turn; with fewer query heads, all heads vote."""
     group = heads // kv_heads
     if kv_heads >= count:
@@ -174,7 +174,7 @@ class Selection:
     """Hold the rows of a prefix of `count` rows that a layer needs.
 
     `rows` int64, ascending: for all heads [k] (`shared`, `all`), or for each KV head [kv_heads, k] (`per_head`).
-    `ranked` int64: rows that some head wants, the most important first (spec S6, S11): a guess for the next layer.
+    `ranked` int64: rows that some head wants, the most important first: a guess for the next layer.
     `mean` float32 [count]: mean column sums over the heads that were looked at; None if no head was.
     """
 
@@ -203,7 +203,7 @@ class Selection:
 
 
 def after_prompt(selection: Selection, first: int) -> Selection:
-    """Turn a selection of the rows behind a prompt into one of all rows: the prompt's `first` rows are always selected (spec X8)."""
+    """Turn a selection of the rows behind a prompt into one of all rows: the prompt's `first` rows are always selected."""
     if not first:
         return selection
     prompt = torch.arange(first, device=selection.rows.device)
@@ -284,7 +284,7 @@ def top(sums: Tensor, k: int) -> Tensor:
 
 
 def similarity(sets: Tensor) -> float:
-    """Compute the mean Jaccard index of all pairs of sets, given as masks [sets, rows] (spec S4); 1 where there is no pair."""
+    """Compute the mean Jaccard index of all pairs of sets, given as masks [sets, rows]; 1 where there is no pair."""
     pairs = list(itertools.combinations(range(len(sets)), 2))
     if not pairs:
         return 1.0
@@ -295,13 +295,13 @@ def similarity(sets: Tensor) -> float:
 
 
 def threshold(k: int, rows: int, alpha: float) -> float:
-    """Compute the similarity that heads must exceed (spec S5): the expected Jaccard index of two random sets of k rows, to the
+    """Compute the similarity that heads must exceed: the expected Jaccard index of two random sets of k rows, to the
     power of `alpha`. (The expected index is a ratio of expectations, as in the paper.)"""
     return float((k / (2 * rows - k)) ** alpha)
 
 
 def judge(sums: Tensor, k: int, rules: SelectionRules) -> Verdict:
-    """Let the probe heads vote (spec S4-S6). `sums` float32 [voters, rows].
+    """Let the probe heads vote. `sums` float32 [voters, rows].
 
     Where the heads' sets are similar enough the selection is exactly k rows: by votes, then by mean column sum, then the lower
     row.
@@ -316,7 +316,7 @@ def judge(sums: Tensor, k: int, rules: SelectionRules) -> Verdict:
 
 
 def fall_back(sums: Tensor, k: int, rules: SelectionRules, verdict: Verdict) -> Selection:
-    """Select k rows for each KV head (H2O; spec S7), or all rows. `sums` float32 [kv_heads, rows]."""
+    """Select k rows for each KV head (H2O), or all rows. `sums` float32 [kv_heads, rows]."""
     count, votes = sums.shape[1], vote(sums, k)
     about = (votes.ranked, votes.mean, verdict.similarity, verdict.threshold)
     if rules.fallback == "all":
@@ -347,7 +347,7 @@ class RowSelector:
     """Let the probe heads vote, and fall back to all heads where they disagree."""
 
     def __init__(self, probes: Probes, rules: SelectionRules, exact: int = 0) -> None:
-        """`exact`: first rows of the prefix that are always selected (spec X8)."""
+        """`exact`: first rows of the prefix that are always selected."""
         self.probes, self.rules, self.exact = probes, rules, exact
 
     def asks(self, rows: int) -> bool:

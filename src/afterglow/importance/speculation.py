@@ -1,4 +1,4 @@
-"""Guess which chunks the next layer will want, while this one computes (SPEC, IV-C; spec S11).
+"""Guess which chunks the next layer will want, while this one computes (SPEC, IV-C).
 
 A guess is a ranking of rows, cut to the chunks that the disk can read in that time. It decides only which chunks are read
 early: a layer attends to the rows that it selects itself, so a wrong guess costs bytes, never an answer.

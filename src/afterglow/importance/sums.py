@@ -1,4 +1,4 @@
-"""Sum up the attention that each row of a prefix gets from the new tokens, head by head (H2O's metric; spec S2).
+"""Sum up the attention that each row of a prefix gets from the new tokens, head by head (H2O's metric).
 
 `kernels.column_sums` needs attention that was computed before. Here rows are to be selected first: there are no values yet,
 and often only the keys of a few heads.
@@ -25,7 +25,7 @@ def head_sums(q: Tensor, keys: Tensor, own_keys: Tensor, *, scale: float, extra_
 
     A new token sees all rows and the new tokens up to itself; the softmax is over both, in float32. `extra_lse` [n, heads]
     (float32, natural log): the log-sum-exp of another segment that the tokens attend to, as `attend` returns it (a system
-    prompt; spec X8); that segment takes its share of the weights. No more than `MAX_WEIGHTS` weights exist at a time (except
+    prompt); that segment takes its share of the weights. No more than `MAX_WEIGHTS` weights exist at a time (except
     that one query and one KV head are not divided). Sums that are not numbers become 0.
     """
     n, heads, _ = q.shape
@@ -50,7 +50,7 @@ def head_sums(q: Tensor, keys: Tensor, own_keys: Tensor, *, scale: float, extra_
 
 
 def group_sums(q: Tensor, keys: Tensor, own_keys: Tensor, *, scale: float, extra_lse: Tensor | None = None) -> Tensor:
-    """Compute `head_sums` as means over each KV head's query heads: float32 [kv_heads, rows] (spec S18).
+    """Compute `head_sums` as means over each KV head's query heads: float32 [kv_heads, rows].
 
     The compiled kernels do that in one call: 64 queries of 2 heads each over 5,000 rows of 3 KV heads take 1.3 ms with two
     threads, 5.1 without the kernels.
@@ -85,7 +85,7 @@ def group_sums(q: Tensor, keys: Tensor, own_keys: Tensor, *, scale: float, extra
 
 
 def grouped(sums: Tensor, kv_heads: int) -> Tensor:
-    """Average sums of query heads [heads, rows] over the group of each KV head: [kv_heads, rows] (spec S18)."""
+    """Average sums of query heads [heads, rows] over the group of each KV head: [kv_heads, rows]."""
     return sums.view(kv_heads, len(sums) // kv_heads, sums.shape[-1]).mean(1)
 
 

@@ -1,4 +1,4 @@
-"""How much attention each row of a context gets: column sums of the attention weights (H2O; spec S2)."""
+"""How much attention each row of a context gets: column sums of the attention weights (H2O)."""
 
 from __future__ import annotations
 

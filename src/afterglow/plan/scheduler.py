@@ -160,7 +160,7 @@ class Scheduler:
         return self.cache.registered.forget(salt, name)
 
     def baseline(self, preload: Preload, read_buffer: ReadBuffer, source: KVSource) -> None:
-        """Change how jobs come to their rows, between jobs (a measurement's baseline, A21)."""
+        """Change how jobs come to their rows, between jobs (a measurement's baseline)."""
         self._admission.decision.source = source
         self._admission.decision.whole, self._composer.layerwise = preload == "whole", preload == "layerwise"
         self.cache.loading.read_buffer = read_buffer

@@ -189,7 +189,7 @@ class Admit:
     Rows [0, device_rows) come from the retained device context `context`: taken over (`take`, the context is gone afterwards, its rows
     beyond `device_rows` forgotten) or shared, with a copy of a page that is not full. With `selectable` (SPEC) none of its prefix
     comes as a whole; the job's own rows begin behind those views. `fellow`: the rows [0, device_rows), whole blocks, are those of a
-    job that runs. Of the prefix the first `exact` rows are a registered prompt's: they are always attended to (spec X8)."""
+    job that runs. Of the prefix the first `exact` rows are a registered prompt's: they are always attended to."""
 
     context: int | None
     take: bool
@@ -359,7 +359,7 @@ class JobSpec:
     discard: tuple[tuple[int, int], ...] = ()  # prompt rows [start, stop) to leave out in any case (with `truncation`)
     scores: tuple[float, ...] = ()  # how important the first rows are, where `Scheduler.outgrown` has asked for it
     tie: int = 0  # of jobs that arrive together, those with equal values are served side by side
-    selects: bool = False  # take the cached prefix's important rows where that pays, and leave nothing (SPEC; spec X3)
+    selects: bool = False  # take the cached prefix's important rows where that pays, and leave nothing (SPEC)
     retention: float = 0.0  # the share of these rows; 0: it selects whatever that takes
     renews: bool = False  # and go on taking while it decodes: what it takes from stays where it is
     breakpoints: tuple[Breakpoint, ...] = ()  # where extents end; what lies before is kept longer (`tiers.marks`)

@@ -97,7 +97,7 @@ class ServerConfig(MemoReuse):
         "the limit on open files (ulimit -n) leaves fewer beside the cache's own.",
     )
     header_timeout: float = option(
-        10.0, "Close connections whose request has not begun to arrive whole after so many seconds."
+        10.0, "Close connections whose request's headers have not arrived after so many seconds."
     )
     body_timeout: float = option(
         30.0,

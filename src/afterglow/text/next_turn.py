@@ -4,7 +4,7 @@ They are not always those of the prompt and the reply: templates leave old reaso
 are not written behind it. So a part of what was computed is of no use to the next turn.
 
 The tokens that all conversations with the same system prompt begin with are found here too. The prompt's text alone does not tell:
-byte pairs may join its end to what follows (spec R9). So whole conversations are tokenised, as requests are, and compared; what
+byte pairs may join its end to what follows. So whole conversations are tokenised, as requests are, and compared; what
 they have in common is cut back to where a marker of the template begins or ends, which is where tokenizers cut first. A template
 that writes no marker behind the system prompt has no such place.
 """

@@ -238,7 +238,7 @@ class Admission:
         return False
 
     def may_save(self, job: Job, start: int, stop: int, now: float) -> bool:
-        """Back-pressure (A7): are there slots for rows [start, stop), or is it not worth waiting for them?
+        """Back-pressure: are there slots for rows [start, stop), or is it not worth waiting for them?
 
         Rows that are not saved are computed again next turn: a job waits for slots that are being freed for at most as
         long as that takes.

@@ -174,7 +174,7 @@ class StepComposer:
         return next((job for job in self._their_turn() if job.state != "loading"), None)
 
     def _their_turn(self) -> list[Job]:
-        """List the first jobs in the queue, without those whose conversation has another turn that runs or came earlier (A1)."""
+        """List the first jobs in the queue, without those whose conversation has another turn that runs or came earlier."""
         busy = {job.conversation for job in self._batch.running} - {None}
         turns = (job for job in self._queue.waiting if job.conversation not in busy and self._queue.is_next_turn(job))
         return list(islice(turns, MAX_TRIED_JOBS))
@@ -257,7 +257,7 @@ class StepComposer:
         return Sharer.of(job, rows, self._drafts.prefix_of(job), self._share_heads)
 
 
-MIN_SHARED_ROWS = 64  # fewer are not worth a read of their own (spec R8)
+MIN_SHARED_ROWS = 64  # fewer are not worth a read of their own
 
 
 class Sharer(NamedTuple):

@@ -96,7 +96,7 @@ class LoadOrRecompute:
         """Choose the views to be used, so that the prefill is predicted to end first; the others are recomputed.
 
         The tail of the rows on disk is loaded while the head is recomputed: loaded rows need no recomputed ones. Loading
-        all, recomputing all, and recomputing rows in host are cases of this (spec A8, A10; design: splitting).
+        all, recomputing all, and recomputing rows in host are cases of this.
         """
         cold = self._cold(views, row)
         if self.source == "load" or not views or (self.source == "auto" and not self._known([views[i] for i in cold])):

@@ -1,6 +1,6 @@
 """The jobs that wait: how they line up, leave the device, are sent back and end, what callers are told, and what the queue's first jobs need.
 
-Looking ahead in the queue is CachedAttention §3.3 (spec A8-A11): which extents are waited for, how far to look, what to fetch before its
+Looking ahead in the queue is CachedAttention §3.3: which extents are waited for, how far to look, what to fetch before its
 turn comes. `LookAhead` knows the queue, the index and the placement; not the device, not the batch. A job's item is all extents on its
 path; an extent that many jobs wait for has the rank of the first one. `RequestQueue` knows not what a step consists of.
 """
@@ -133,12 +133,12 @@ class LookAhead:
 
     @property
     def prefetch_window(self) -> int:
-        """Waiting jobs whose items are brought to host (A8): host room that is not pinned nor kept free, over S_kv."""
+        """Waiting jobs whose items are brought to host: host room that is not pinned nor kept free, over S_kv."""
         return int(self._host_rows() / self._windowed_rows) if self._windows else 1
 
     @property
     def eviction_window(self) -> int:
-        """Waiting jobs whose items are not let go of (A10): room in host and on disk, over S_kv."""
+        """Waiting jobs whose items are not let go of: room in host and on disk, over S_kv."""
         return int((self._host_rows() + self._disk_rows()) / self._windowed_rows)
 
     def _host_rows(self) -> int:

@@ -41,7 +41,7 @@ def keep(tokens: bytes, dropped: Sequence[Rows]) -> bytes:
 
 
 def ranges_of(indices: Sequence[int], rows: int) -> tuple[Rows, ...]:
-    """Turn a token discarding list (A14) into ranges.
+    """Turn a token discarding list into ranges.
 
     Raises:
         RequestError: the tokens are not sorted, not unique or outside of the context.
@@ -57,7 +57,7 @@ def ranges_of(indices: Sequence[int], rows: int) -> tuple[Rows, ...]:
 
 
 def checked(ranges: Sequence[Rows], rows: int, first: int = 0) -> tuple[Rows, ...]:
-    """Check a token discarding list (A14) of ranges; returns them sorted and apart.
+    """Check a token discarding list of ranges; returns them sorted and apart.
 
     Rows before `first` (the system prompt) are not to be touched.
 

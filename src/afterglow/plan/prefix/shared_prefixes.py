@@ -1,7 +1,7 @@
 """Registered prefixes as the index sees them: whose rows lie in a tree of their own, and who may read there.
 
-RelayAttention keeps the KV of a system prompt once, apart from the requests' (spec R1); here it lies under the salt of
-its registrant. The operator's is for all tenants (a share group, spec X5), a tenant's for the tenant alone.
+RelayAttention keeps the KV of a system prompt once, apart from the requests'; here it lies under the salt of
+its registrant. The operator's is for all tenants (a share group), a tenant's for the tenant alone.
 
     operator   (system prompt, 0, 300)                       rows of the registered tokens, and nothing else
                         :            :

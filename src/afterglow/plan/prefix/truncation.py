@@ -1,6 +1,6 @@
 """Which tokens to leave out of a prompt that does not fit, and where the KV of the rest is to be found again.
 
-CachedAttention §3.4 (spec A12-A14, X2); by a policy where a prompt is too long, by a list that the caller gives (a token
+CachedAttention §3.4; by a policy where a prompt is too long, by a list that the caller gives (a token
 discarding list) at any time. Rows that survive keep their keys and values, embedded at new positions; but their deeper
 layers have seen the dropped rows, so they are no prefix of other prompts: they lie under a salt of their own, the *epoch*,
 which names the tenant, all tokens up to the truncation, and the dropped ranges. Clients that resend everything each turn
@@ -161,7 +161,7 @@ class Rules:
         return union([*gone, (first, end)])
 
     def _unimportant(self, rows: int, first: int, gone: tuple[Rows, ...], scores: Sequence[float]) -> tuple[Rows, ...]:
-        """Choose rows to leave out (H2O; spec S2). The first rows stay; so do the most recent ones (half of the rows that
+        """Choose rows to leave out (H2O). The first rows stay; so do the most recent ones (half of the rows that
         remain, and rows without a score, which were never computed) and the others with the highest scores, of equals the
         older."""
         left = [row for start, stop in complement(gone, rows) for row in range(start, stop)]
@@ -309,7 +309,7 @@ def cut(
     """Cut a prompt if it does not fit, if there is something to `discard`, or if its conversation has been cut before;
     None if none of that.
 
-    `relative`: can keys be embedded at new positions? Where positions were learned they cannot (A13): the rest is then
+    `relative`: can keys be embedded at new positions? Where positions were learned they cannot: the rest is then
     an ordinary prompt, and is recomputed. `scores`: of the first rows that earlier cuts have left (see `outgrown`).
 
     Raises:

@@ -137,7 +137,7 @@ class Registered:
 
     def kept(self, salt: str, tokens: bytes, turns: tuple[int, ...]) -> tuple[int, ...]:
         """Return the rows at which turns end, the first one no earlier than the registered prefix of these tokens: no row of that
-        is ever left out (spec X6)."""
+        is ever left out."""
         rows = max((each.rows for each in self._index.prefixes.of(salt) if tokens.startswith(each.tokens)), default=0)
         if not rows or (turns and turns[0] >= rows):
             return turns

@@ -1,4 +1,4 @@
-"""Sizes of the read buffer and of the write buffer, from times (CachedAttention §3.2; spec A4, A7).
+"""Sizes of the read buffer and of the write buffer, from times (CachedAttention §3.2).
 
 The papers' buffers are in device memory; here the read buffer is layers of the next job's rows that are read from disk before its turn
 comes, or come to the device from host (`batching.read_ahead`), and the write buffer is new rows that wait to be saved.

@@ -377,7 +377,7 @@ class Cost:
         there for so many seconds?
 
         The first layer is waited for no longer than computing one takes, and the last layer's rows must be there when
-        its turn comes (CachedAttention §3.2.1; the exact read buffer of spec A4, in time instead of layers:
+        its turn comes (CachedAttention §3.2.1; the exact read buffer, in time instead of layers:
         n t_load - (n - 1) t_compute <= lead).
         """
         return first <= computing / self.layers and last <= computing * (self.layers - 1) / self.layers

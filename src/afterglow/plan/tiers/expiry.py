@@ -1,4 +1,4 @@
-"""How long extents are needed: until they expire (a time to live, A15), or for as long as they are pinned.
+"""How long extents are needed: until they expire (a time to live), or for as long as they are pinned.
 
 It knows extents and when; not where they lie.
 """
@@ -39,7 +39,7 @@ class Expiry:
         return self._times[0][0] if self._times else inf
 
     def sweep(self, now: float, awaited: Callable[[], Container[Extent]]) -> None:
-        """Forget expired extents (A15), except those that queued jobs wait for (`awaited`), that are in use, or that have
+        """Forget expired extents, except those that queued jobs wait for (`awaited`), that are in use, or that have
         children."""
         if now < self.next:
             return  # as nearly always

@@ -44,7 +44,7 @@ class Host:
     # ----------------------------------------------------------------------------------------- slots
 
     def keep_free(self, low: int, high: int) -> None:
-        """Set how many slots to keep free (A9), as far as the tier's size allows."""
+        """Set how many slots to keep free, as far as the tier's size allows."""
         self.low, self.high = watermarks(self.pool.total, low, high)
 
     def take_slots(
@@ -53,7 +53,7 @@ class Host:
         """Take slots at once, evicting extents that can go at once. None: there are too few; evictions are on their way if any
         are possible.
 
-        For a job in the queue (`waiter`) nothing goes that this job or one before it waits for (A10).
+        For a job in the queue (`waiter`) nothing goes that this job or one before it waits for.
         """
         if self.pool.free < count:
             self.evict(count, now, waiter)

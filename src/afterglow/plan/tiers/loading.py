@@ -71,7 +71,7 @@ class Loading:
 
     def buffered(self, extents: Iterable[Extent], rows: int, start: int) -> int | None:
         """Compute how many layers of these extents, which a job that computes `rows` rows from row `start` on needs, are to be
-        there before its turn (spec A4), from measured rates. None: all, or as many as an operator has said.
+        there before its turn, from measured rates. None: all, or as many as an operator has said.
         """
         if not isinstance(self.read_buffer, str):
             return None

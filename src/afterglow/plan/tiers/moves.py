@@ -146,7 +146,7 @@ class SlotPool:
 
 
 def watermarks(slots: int, low: int = 4, high: int = 0) -> tuple[int, int]:
-    """Free slots to keep: refill below the first up to the second (CachedAttention's host buffer, spec A9): 5 % and 10 %
+    """Free slots to keep: refill below the first up to the second (CachedAttention's host buffer): 5 % and 10 %
     of all, at least `low` and `high`, at most a quarter and a half."""
     low = min(max(-(-slots // 20), low), slots // 4)
     return low, min(max(2 * low, high), slots // 2)

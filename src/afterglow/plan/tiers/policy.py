@@ -194,7 +194,7 @@ class EvictionCandidates:
 
     def must_stay(self, extent: Extent) -> bool:
         """May it not leave the last tier? It is in use or to be kept, something is matched through it only, or a job
-        within the eviction window waits for it (A11)."""
+        within the eviction window waits for it."""
         if extent.ref_count or extent.pin_count or extent.has_children:
             return True
         return extent.rank is not None and self.horizon is not None and extent.rank <= self.horizon

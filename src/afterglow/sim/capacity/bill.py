@@ -1,4 +1,4 @@
-"""What a run costs: the papers' model (CachedAttention §4.2, spec A20), and what the same machine costs per hour."""
+"""What a run costs: the papers' model (CachedAttention §4.2), and what the same machine costs per hour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much there is to keep: distinct conversations, and distinct keys and values, per unit time (spec A16)."""
+"""How much there is to keep: distinct conversations, and distinct keys and values, per unit time."""
 
 from __future__ import annotations
 

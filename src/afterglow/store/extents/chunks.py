@@ -1,4 +1,4 @@
-"""Parts of an extent's file: some chunks of a layer, and the same rows in another order (SPEC §IV-B, §IV-D; spec S9, S12).
+"""Parts of an extent's file: some chunks of a layer, and the same rows in another order (SPEC §IV-B, §IV-D).
 
 Only files of layouts with probe heads are read in parts and rewritten (`store/extents/rewriting.py`). Chunks are numbered by where
 they are stored, so a reader names the file that it means by its `edition`: a digest of the head, which contains the

@@ -54,7 +54,7 @@ class KVLayout:
     """Describes the shape of one token's keys and values. `dtype` is safetensors' word: "F32", "BF16", "F16", or "I8" for numbers
     of 8 bits with a scale for each head.
 
-    `probe_heads`: the keys of so many first heads are stored once more, by themselves (SPEC's sidecar; spec S10), and rows
+    `probe_heads`: the keys of so many first heads are stored once more, by themselves (SPEC's sidecar), and rows
     may be stored in another order than the text's. `part_rows`: of the least part of keys or values that is read by itself, with a
     checksum of its own where it is less than a chunk. `means`: the mean key and value of each 64 rows of the text are stored as well.
     """

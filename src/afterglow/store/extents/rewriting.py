@@ -1,4 +1,4 @@
-"""A new version of an extent's file, with its rows in another order, made beside the old one (SPEC §IV-D; spec S12).
+"""A new version of an extent's file, with its rows in another order, made beside the old one (SPEC §IV-D).
 
 Rows are carried over layer by layer, so that other work may go first in between and no more than a layer is in memory. The
 old file stays open until the new one has taken its place or is given up: so no other file gets its inode meanwhile, and

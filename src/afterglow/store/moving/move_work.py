@@ -18,7 +18,7 @@ from afterglow.store.moving.stored_extents import StoredExtents
 from afterglow.store.moving.task import Abandoned, Task
 
 # How many layers of an extent are read at a time while other loads wait for the same threads. All extents of a request are needed
-# layer by layer (CachedAttention §3.2.1, spec A3): read whole, one after another, the first layer of the last one would come
+# layer by layer (CachedAttention §3.2.1): read whole, one after another, the first layer of the last one would come
 # when nearly everything else has come. Measured on bench-100m with two threads: reads of these sizes reach 86-93 % of the
 # bandwidth of whole extents (docs/log.md).
 MIN_READ_BYTES: Final = 256 << 10  # below it a read costs more calls than bytes

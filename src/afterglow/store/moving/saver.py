@@ -96,7 +96,7 @@ class RowSaver:
 
     def expect(self, rows: int, computing: float) -> None:
         """Give the buffer the size that `rows` rows need that are about to be computed, in `computing` seconds after their first
-        layer (spec A7), at the rate of the copies so far. All that it may have, before there is a rate or a time.
+        layer, at the rate of the copies so far. All that it may have, before there is a rate or a time.
         """
         layout = self._arena.layout
         with self._room:

@@ -11,7 +11,7 @@ from benchmarks.papers import missed, page, page_simulated, page_tables
 from scripts import readme
 
 ROOT = Path(__file__).parents[2]
-BY_HAND = {"name", "paper", "together", "open"}  # first columns of tables without figures: the papers, what is where, what is assumed
+BY_HAND = {"name", "paper", "together", "open"}  # by first column: tables without figures
 
 
 def test_every_table_with_figures_is_generated() -> None:

@@ -255,18 +255,6 @@ EXPLAINED = (
         ),
         "Calibration on texts of the kind that is served, or a cheap sign of how much an embedding depends on its maps.",
     ),
-    Missed(
-        "saving",
-        "decoding while a prompt is saved",
-        r"^per decoded token",
-        "Copies, checksums and writes of 94 MB take about 25 ms of processor time, of two cores that decoding keeps busy. One of three lengths of prompt misses, by less than "
-        "processes differ by.",
-        (
-            "checksums in one call of C, without the interpreter lock: 1.02 for 1.05",
-            "threads that copy and write at a lower priority, built and not kept: 1.07 and 1.09 for 1.08 and 1.01 (docs/log.md)",
-        ),
-        "A core that does not compute, or a GPU that does.",
-    ),
 )
 
 

@@ -1,7 +1,8 @@
 """`python -m scripts.gpu_kernels`: compile Triton's kernels for two architectures, without a GPU: registers, spills and shared memory.
 
 The launching functions are called as the engine calls them, on small tensors; what they launch is compiled, and nothing runs. Ends
-with 1 if a kernel spills registers, or takes more shared memory than a block may have.
+with 1 if a kernel spills registers, or takes more shared memory than a block may have. Cells: registers of a thread / bytes spilled / bytes
+of shared memory.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ SHAPES = {
     "Phi-2": (32, 32, 80, 2560),
     "Gemma-2-9B": (16, 8, 256, 3584),
 }
+EXPERTS = ("8 bits", "float8", "Q4_K", "Q6_K", "MXFP4")  # kinds of their weights
 
 
 class Compiled(NamedTuple):
@@ -35,6 +37,7 @@ class Compiled(NamedTuple):
     registers: int
     spills: int  # bytes, stored and loaded
     shared: int  # bytes
+    load: int  # bytes of the widest load that a thread makes of the device's memory
 
 
 def cases(shape: str, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
@@ -51,7 +54,7 @@ def cases(shape: str, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     )
     from afterglow.kernels.context_pages import Pages
     from afterglow.kernels.device_blocks import device_matrix
-    from afterglow.kernels.device_experts import ExpertTables
+    from afterglow.kernels.device_experts import ExpertTables, PlainMatrix
     from afterglow.kernels.device_products import RoundedMatrix, rounded_rows
     from afterglow.kernels.packed import BLOCK_FORMATS
     from afterglow.kernels.paged_parts import PartTables, part_of, row_places, suited
@@ -64,13 +67,10 @@ def cases(shape: str, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     out, lse = torch.zeros(40, heads, head_dim), torch.zeros(40, heads)
     x, weight = torch.zeros(3, 2 * hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
     angles = torch.zeros(40, head_dim), torch.zeros(40, head_dim)
-    both = [torch.zeros(hidden, hidden, dtype=dtype)] * 2, [torch.zeros(hidden, hidden // 2, dtype=dtype)] * 2
-    of_experts, chosen = ExpertTables(*both), torch.zeros(3, 2, dtype=torch.int64)
-    shares = torch.zeros(3, 2, dtype=dtype)
+    chosen, shares = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2, dtype=dtype)
     found: dict[str, Callable[[], object]] = {
         "rotate and append": lambda: triton_rows.place(row_places([(pages, 0, 40)]), 1, q, k, v, angles),
         "add and RMS norm": lambda: triton_passes.add_rms_norm(x[:, :hidden], x[:, hidden:], weight, 1e-5),
-        "experts": lambda: triton_experts.chosen_experts(x[:, :hidden], shares, chosen, of_experts),
         "gated SiLU": lambda: triton_passes.gated_silu(x),
         "merge of two": lambda: triton_merge.merge_onto(out, lse, q, lse),
     }
@@ -96,11 +96,19 @@ def cases(shape: str, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
         found[f"product of 1 row, {name}"] = partial(triton_products.multiply, x[:1, : matrix.inputs], matrix)
         many = x[:1, : matrix.inputs].expand(40, -1)
         found[f"product of 40 rows, {name}"] = partial(triton_products.multiply, many, matrix)
+    of_experts: dict[str, PlainMatrix | RoundedMatrix] = {name: matrices[name] for name in EXPERTS}
+    of_experts |= {
+        "as rows are": PlainMatrix(torch.zeros(64, hidden, dtype=dtype)),
+        "MXFP4": matrices["MXFP4"].with_bias(weight[:64]),
+    }
+    for name, expert in of_experts.items():
+        tables = ExpertTables([expert], [expert], (1.702, 7.0) if name == "MXFP4" else None)  # as gpt-oss has them
+        found[f"experts, {name}"] = partial(triton_experts.chosen_experts, x[:, :hidden], shares, chosen, tables)
     if suited(dtype, head_dim, heads // kv_heads):
         found["column sums"] = lambda: triton_column_sums.column_sums(q, pages.read(0, 0, 300)[0], lse, 0.1)
         for name, queries in (("one query", 1), ("40 queries", 40)):
-            tables = PartTables.of([part_of(pages, 0, 300, range(queries))], heads // kv_heads)
-            found[f"attention of {name}"] = partial(triton_attention.attend_parts, tables, 1, q, 0.1, 0.0, out, lse)
+            parts = PartTables.of([part_of(pages, 0, 300, range(queries))], heads // kv_heads)
+            found[f"attention of {name}"] = partial(triton_attention.attend_parts, parts, 1, q, 0.1, 0.0, out, lse)
     return found
 
 
@@ -140,7 +148,9 @@ def compiled(call: Callable[[], object], capability: int) -> dict[str, Compiled]
     finally:
         JITFunction.run = run
     return {
-        name: Compiled(*_assembled(kernel.asm["ptx"], capability), kernel.metadata.shared)
+        name: Compiled(
+            *_assembled(kernel.asm["ptx"], capability), kernel.metadata.shared, _widest_load(kernel.asm["ptx"])
+        )
         for name, kernel in found.items()
     }
 
@@ -169,13 +179,21 @@ def _assembled(ptx: str, capability: int) -> tuple[int, int]:
     return int(registers[1]), spills
 
 
+def _widest_load(ptx: str) -> int:
+    loads = re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", ptx)
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?, (0x\w+)", ptx)
+    return max(
+        [int(count or 1) * int(bits) // 8 for count, bits in loads] + [int(size, 16) for size in copies], default=0
+    )
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
     asked = parser.parse_args(argv)
-    print("| shape | kernel | sm_80 (float8: sm_89) | sm_90 |")
-    print("|---|---|---|---|")
+    print("| shape | kernel | sm_80 (float8: sm_89) | sm_90 | widest load there |")
+    print("|---|---|---|---|---|")
     wrong = False
     for shape in asked.shapes:
         for dtype in asked.dtypes:
@@ -187,7 +205,7 @@ def main(argv: list[str]) -> int:
                     print(
                         f"| {shape}, {dtype} | {name}: `{kernel}` | "
                         + " | ".join(f"{each.registers} / {each.spills} / {each.shared}" for each in row)
-                        + " |",
+                        + f" | {row[-1].load} |",
                         flush=True,
                     )
                     wrong |= any(each.spills for each in row)

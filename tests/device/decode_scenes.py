@@ -16,6 +16,7 @@ from afterglow.request import Output, Request, SamplingParams
 from tests.device.scenes import draw, load
 from tests.doors import held_bytes
 from tests.engine.conftest import FAMILIES, write_model
+from tests.model.families_hf import save_mxfp4
 
 LAUNCHED = ("launches", "graphs", "synchronisations", "copies to device", "copies to host", "pinned allocations")
 
@@ -178,11 +179,12 @@ def no_memory_to_record(device: str, folder: Path) -> Any:
 
 
 def experts(device: str, folder: Path) -> Any:
-    """Mixtures of experts, without a shared one and with one: replies, and what the device is asked for by steps of two requests and of four."""
+    """Mixtures of experts, without a shared one and with one, and with biases and clamped gates: replies, and what the device is asked for
+    by steps of two requests and of four."""
     from tests.device.watching import watch
 
     found, steps = [], []
-    for family in ("mixtral", "qwen2_moe"):
+    for family in ("mixtral", "qwen2_moe", "gpt_oss"):
         model = write_model({**FAMILIES[family], "vocab_size": 256}, folder / family)
         engine = load(device, folder / "cache", model, relay="off", max_batch=4)
         for batch in (2, 4) if family == "mixtral" else (2,):
@@ -191,6 +193,22 @@ def experts(device: str, folder: Path) -> Any:
             steps.append([[step[what] for what in LAUNCHED] for step in decoding[-2:]])
         ended = result(engine, found)
     return {**ended, "steps": steps}
+
+
+def experts_in_blocks(device: str, folder: Path) -> Any:
+    """A mixture of experts in MXFP4, which a CPU computes with the weights that are meant: replies, and what steps ask for."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tests.device.watching import watch
+
+    config = {**FAMILIES["gpt_oss"], "vocab_size": 256, "hidden_size": 64, "intermediate_size": 32}
+    torch.manual_seed(7)
+    save_mxfp4(AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)), folder / "model")
+    kept = "auto" if device == "cuda" else "none"
+    engine = load(device, folder / "cache", folder / "model", relay="off", max_batch=2, quantization=kept)
+    found = answers(engine, [(draw(i, 3 + i), greedy(8)) for i in range(2)])
+    decoding = [step.counts for step in watch.steps if step.runs == step.rows == 2]
+    return {**result(engine, found), "steps": [[step[what] for what in LAUNCHED] for step in decoding[-2:]]}
 
 
 def more_than_experts_take(device: str, folder: Path) -> Any:

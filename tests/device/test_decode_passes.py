@@ -62,8 +62,17 @@ def test_triton_steps_that_decode_ask_for_as_much_whatever_the_batch(
 def test_triton_experts_are_found_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of mixtures of experts are recorded, launched ahead, and ask for as much as others, whatever the batch."""
     found, log = found_by("experts", tmp_path, monkeypatch)
-    assert found["steps"] == [[[6, 1, 1, 1, 1, 0]] * 2] * 3
+    assert found["steps"] == [[[6, 1, 1, 1, 1, 0]] * 2] * 4
     assert found["counts"]["taken"] >= 5
+    assert "not used" not in log
+
+
+def test_triton_experts_in_blocks_are_found_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, log = found_by("experts_in_blocks", tmp_path, monkeypatch)
+    assert found["steps"] == [[6, 1, 1, 1, 1, 0]] * 2
+    assert found["counts"]["taken"] >= 5
+    assert "weights in blocks take" in log
+    assert "(MXFP4 " in log
     assert "not used" not in log
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from afterglow.kernels.device_blocks import DEVICE_BITS, FLOATS, device_matrix
+from afterglow.kernels.device_experts import PlainMatrix, expert_tables
 from afterglow.kernels.device_products import RoundedMatrix
 from afterglow.kernels.packed import BLOCK_FORMATS, asymmetric_blocks
 from tests.kernels.test_packed import random_blocks
@@ -72,6 +73,16 @@ def test_parts_and_looked_up_rows_have_the_same_weights(block_format: str) -> No
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(matrix.rows(3, 30)(x), x @ whole[3:30].T + bias[3:30], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(matrix.with_bias(None)(x), x @ whole.T, atol=1e-4, rtol=1e-4)
+
+
+def test_experts_are_of_one_kind_whatever_their_scales_are() -> None:
+    """Powers of two that float16 has, and others. Kernels find experts of several kinds no more."""
+    few, many = (random_blocks("MXFP4", 40, 64) for _ in range(2))
+    few.view(40, 2, 17)[..., 0], many.view(40, 2, 17)[..., 0] = 120, 60
+    experts = [device_matrix(blocks, "MXFP4", 64, CPU) for blocks in (few, many)]
+    assert expert_tables(experts, [PlainMatrix(torch.zeros(64, 20))] * 2, None) is not None
+    other = device_matrix(random_blocks("Q4_0", 40, 64), "Q4_0", 64, CPU)
+    assert expert_tables([experts[0], other], [PlainMatrix(torch.zeros(64, 20))] * 2, None) is None
 
 
 def test_rows_of_another_size_are_refused() -> None:

@@ -26,7 +26,7 @@ from afterglow.kernels.attention import merge
 from afterglow.kernels.context_pages import Pages
 from afterglow.kernels.decode import Read
 from afterglow.kernels.device_blocks import device_matrix
-from afterglow.kernels.device_experts import ExpertTables
+from afterglow.kernels.device_experts import ExpertTables, Matrix, PlainMatrix
 from afterglow.kernels.device_products import FLOAT8, Kind, RoundedMatrix, rounded_rows
 from afterglow.kernels.packed import BLOCK_FORMATS, dequantize
 from afterglow.kernels.paged_parts import CHUNK, PagedPart, PartTables, part_of, row_places
@@ -36,6 +36,16 @@ from afterglow.kernels.stored_rows import narrowed, stored_width, widened
 from tests.kernels.test_packed import random_blocks
 
 CPU = torch.device("cpu")
+KINDS = (
+    Kind(8, 0, torch.float32),
+    Kind(8, 0, torch.float32, coded=True),
+    Kind(8, 16, torch.float32),
+    Kind(8, 32, torch.float16, torch.int8),
+    Kind(4, 32, torch.float16),
+    Kind(4, 32, torch.float32, torch.float32),
+    Kind(4, 32, torch.float16, torch.int16),
+    Kind(4, 32, torch.bfloat16, coded=True),
+)
 generator = torch.Generator().manual_seed(0)
 
 
@@ -294,24 +304,56 @@ def passes() -> None:
 
 
 def experts() -> None:
-    """Sizes that fill no tile and some that do, strided rows, experts that many rows take or none, one expert of a row and all."""
-    for dtype, (rows, hidden, inner), (count, taken) in (
-        (torch.float32, (5, 72, 40), (4, 2)),
-        (torch.float16, (1, 256, 32), (8, 8)),
-        (torch.bfloat16, (3, 130, 17), (3, 1)),
-        (torch.float32, (0, 16, 8), (2, 1)),
-    ):
-        wide = [draw(2 * inner, hidden, dtype=dtype) / hidden**0.5 for _ in range(count)]
-        narrow = [draw(hidden, inner, dtype=dtype) / inner**0.5 for _ in range(count)]
-        x = draw(rows, hidden + 3, dtype=dtype)[:, :hidden]
-        weights = draw(rows, taken, dtype=dtype)
-        chosen = draw(rows, count).argsort(-1)[:, :taken]
-        found = triton_experts.chosen_experts(x, weights, chosen, ExpertTables(wide, narrow))
-        exact = triton_experts.by_torch(
-            x.double(), weights.double(), chosen, [each.double() for each in wide], [each.double() for each in narrow]
-        )
-        unit = torch.finfo(dtype).eps
-        torch.testing.assert_close(found.double(), exact, atol=32 * unit, rtol=32 * unit)
+    """Sizes that fill no tile and some that do, strided rows, experts that many rows take or none, one expert of a row and all; as they
+    are and in each kind, with biases and without, and with clamped gates."""
+    check_experts(torch.float32, (5, 72, 40), (4, 2), None, None)
+    check_experts(torch.float16, (1, 256, 32), (8, 8), None, None, biased=True)
+    check_experts(torch.bfloat16, (3, 130, 17), (3, 1), None, None, clamp=(1.702, 0.5))
+    check_experts(torch.float32, (0, 16, 8), (2, 1), None, None)
+    for wide, narrow in zip(KINDS, (*KINDS[1:], None), strict=True):
+        check_experts(torch.float32, (3, 288, 96), (4, 2), wide, narrow, clamp=(1.702, 0.5), biased=True)
+        check_experts(torch.float16, (2, 320, 64), (3, 2), wide, None)
+
+
+def check_experts(
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int],
+    experts_of: tuple[int, int],
+    wide: Kind | None,
+    narrow: Kind | None,
+    *,
+    clamp: tuple[float, float] | None = None,
+    biased: bool = False,
+) -> None:
+    """Compare with float64. `sizes`: rows, hidden, inner; `experts_of`: a layer, a row."""
+    (rows, hidden, inner), (count, taken) = sizes, experts_of
+
+    def matrix(kind: Kind | None, outputs: int, inputs: int) -> Matrix:
+        bias = draw(outputs, dtype=dtype) if biased else None
+        if kind is None:
+            return PlainMatrix(draw(outputs, inputs, dtype=dtype) / inputs**0.5, bias)
+        return triton_products.drawn(kind, outputs, inputs, generator, CPU).with_bias(bias)
+
+    def exact(matrix: Matrix) -> Matrix:
+        plain = isinstance(matrix, PlainMatrix)
+        numbers = matrix.numbers if plain else matrix.widened(0, matrix.outputs, dtype)
+        return PlainMatrix(numbers.double(), None if matrix.bias is None else matrix.bias.double())
+
+    both = (
+        [matrix(wide, 2 * inner, hidden) for _ in range(count)],
+        [matrix(narrow, hidden, inner) for _ in range(count)],
+    )
+    x = draw(rows, hidden + 3, dtype=dtype)[:, :hidden] / (1 if wide is None else hidden**0.5)
+    weights = draw(rows, taken, dtype=dtype)
+    chosen = draw(rows, count).argsort(-1)[:, :taken]
+    found = triton_experts.chosen_experts(x, weights, chosen, ExpertTables(*both, clamp))
+    wanted = triton_experts.by_torch(
+        x.double(), weights.double(), chosen, *([exact(each) for each in side] for side in both), clamp
+    )
+    # In units of the largest, to which sums add up that cancel.
+    most = max(1.0, float(wanted.abs().max())) if wanted.numel() else 1.0
+    tolerance = 32 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), wanted, atol=tolerance * most, rtol=tolerance)
 
 
 def column_sums() -> None:
@@ -339,18 +381,11 @@ def trials() -> None:
     for rotary in (0, 16, 32):
         triton_rows.trial(CPU, torch.bfloat16, 32, 3, 2, rotary)
     triton_passes.trial(CPU, torch.bfloat16, 100)
-    triton_experts.trial(CPU, torch.float32)
-    for kind in (
-        Kind(8, 0, torch.float32),
-        Kind(8, 0, torch.float32, coded=True),
-        Kind(8, 16, torch.float32),
-        Kind(8, 32, torch.float16, torch.int8),
-        Kind(4, 32, torch.float16),
-        Kind(4, 32, torch.float32, torch.float32),
-        Kind(4, 32, torch.float16, torch.int16),
-        Kind(4, 32, torch.bfloat16, coded=True),
-    ):
+    for kind in KINDS:
         triton_products.trial(CPU, torch.float32, kind)
+        triton_experts.trial(CPU, torch.float32, kind, None, False, True, None)
+        triton_experts.trial(CPU, torch.float32, None, kind, True, False, (1.702, 7.0))
+    triton_experts.trial(CPU, torch.bfloat16, None, None, False, False, None)
     for stored in (torch.int8, torch.float16, torch.bfloat16, torch.float32):
         for rotary in (0, 16, 32):
             triton_gather.trial(CPU, torch.bfloat16, stored, 32, 2, rotary)

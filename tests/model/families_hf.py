@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 _SMALL = {
     "vocab_size": 97,
@@ -412,4 +414,28 @@ def save_case(case: str, directory: Path, **options: Any) -> Any:
     """Writes the model of `case` to `directory`, and returns it."""
     model = make_hf(case)
     model.save_pretrained(directory, **options)
+    return model
+
+
+def save_mxfp4(model: Any, directory: Path) -> Any:
+    """Write a model of gpt-oss with random experts in MXFP4 as its makers do. Returns the model, with the weights that these mean."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(2)
+    stored: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            count, inputs, outputs = parameter.shape
+            shape = (count, outputs, inputs // 32)
+            blocks = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(120, 124, shape, generator=generator, dtype=torch.uint8)
+            parameter.data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    model.save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if f"{name}_blocks" not in stored}
+    save_file(kept | stored, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    about = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": about}))
     return model

@@ -113,36 +113,10 @@ def test_blocks_of_experts_stay_blocks(wide: str, tmp_path: Path, monkeypatch: p
         assert 0 < error < 0.02
 
 
-def mxfp4_checkpoint(folder: Path) -> torch.nn.Module:
-    """Write gpt-oss with experts in MXFP4 as its makers do, and return the model that has the weights that they mean."""
-    from safetensors.torch import load_file
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    model = families_hf.make_hf("gpt-oss-wide")
-    generator = torch.Generator().manual_seed(2)
-    stored: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            count, inputs, outputs = parameter.shape
-            shape = (count, outputs, inputs // 32)
-            blocks = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
-            scales = torch.randint(120, 124, shape, generator=generator, dtype=torch.uint8)
-            parameter.data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
-            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    model.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if f"{name}_blocks" not in stored}
-    save_file(kept | stored, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    about = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": about}))
-    return model
-
-
 def test_experts_in_mxfp4_stay_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package, prefix, config = families_hf.CASES["gpt-oss"]
     monkeypatch.setitem(families_hf.CASES, "gpt-oss-wide", (package, prefix, config | WIDE))
-    theirs = their_logits(mxfp4_checkpoint(tmp_path))
+    theirs = their_logits(families_hf.save_mxfp4(families_hf.make_hf("gpt-oss-wide"), tmp_path))
     plain = load_model(tmp_path, quantization="none")
     torch.testing.assert_close(our_logits(plain), theirs, atol=1e-4, rtol=0)
     kept = load_model(tmp_path)

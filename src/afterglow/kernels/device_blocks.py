@@ -64,7 +64,9 @@ def device_matrix(
         scales.append(parts.scale)
         if parts.offset is not None:
             offsets.append(parts.offset)
-    scale = _narrowed(torch.cat(scales)).to(device)
+    # All matrices of MXFP4 are of one kind, whatever their powers of two are: a layer's experts are to be alike.
+    narrowed = torch.cat(scales).bfloat16() if block_format == "MXFP4" else _narrowed(torch.cat(scales))
+    scale = narrowed.to(device)
     offset = _narrowed(torch.cat(offsets)) if offsets else None
     if offset is not None and not offset.is_floating_point() and not offset.any():
         offset = None  # a symmetric checkpoint

@@ -7,35 +7,107 @@ each time. Here a program reads the number of its expert on the device, and from
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from afterglow.kernels.device_products import Kind, RoundedMatrix
 from afterglow.kernels.gate import Gate
 
 MOST_ROWS = 128  # for more, one product for each expert reads less
+ALIGNED = 16  # numbers that begin at a multiple are read in wide loads
 
 _gate = Gate("triton_experts")
 
 
+class PlainMatrix(NamedTuple):
+    """A contiguous matrix [outputs, inputs] in the dtype of the rows, and its bias [outputs]."""
+
+    numbers: Tensor
+    bias: Tensor | None = None
+
+    def by_torch(self, x: Tensor) -> Tensor:
+        """Multiply `x` [rows, inputs]: [rows, outputs]."""
+        return F.linear(x, self.numbers, self.bias)
+
+
+Matrix: TypeAlias = PlainMatrix | RoundedMatrix
+
+
+class Stack:
+    """Where matrices of one kind and size are. `places`, int64 [matrices, 4] on the device: where the numbers, scales, offsets and
+    bias of each begin, in elements from those of the first one. The matrices have to outlive it."""
+
+    __slots__ = ("aligned", "first", "inputs", "kind", "outputs", "places")
+
+    def __init__(self, matrices: Sequence[Matrix]) -> None:
+        self.first = first = matrices[0]
+        self.kind: Kind | None = first.kind if isinstance(first, RoundedMatrix) else None
+        self.outputs = first.numbers.shape[0]
+        self.inputs = first.inputs if isinstance(first, RoundedMatrix) else first.numbers.shape[1]
+        places = [
+            [0 if part is None or base is None else _between(base, part) for part, base in zip(*both, strict=True)]
+            for both in ((_parts(each), _parts(first)) for each in matrices)
+        ]
+        self.aligned = all(each[0] % ALIGNED == 0 for each in places)
+        self.places = torch.tensor(places, dtype=torch.int64).to(first.numbers.device)
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Return the numbers, scales, offsets and bias of the first matrix."""
+        return _parts(self.first)
+
+
+def _parts(matrix: Matrix) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    if isinstance(matrix, PlainMatrix):
+        return matrix.numbers, None, None, matrix.bias
+    return matrix.numbers, matrix.scale, matrix.offset, matrix.bias
+
+
+def _layout(matrix: Matrix) -> tuple[object, ...]:
+    kind = matrix.kind if isinstance(matrix, RoundedMatrix) else None
+    return kind, matrix.numbers.shape, matrix.numbers.dtype, None if matrix.bias is None else matrix.bias.dtype
+
+
+def _between(first: Tensor, other: Tensor) -> int:
+    return (other.data_ptr() - first.data_ptr()) // first.element_size()
+
+
 class ExpertTables:
-    """Where the weights of a layer's experts are: in elements from the beginning of the first one's, int64 [experts] on the device. `wide`
-    [2 * inner, hidden] have gates and, behind them, values, `narrow` is [hidden, inner]."""
+    """Where the weights of a layer's experts are. `wide` [2 * inner, hidden] have gates and, behind them, values, `narrow` is
+    [hidden, inner]; between them are SiLU, or what `passes.gated_clamped` does with `clamp`."""
 
-    __slots__ = ("base", "hidden", "inner", "narrow", "wide")
+    __slots__ = ("clamp", "device", "hidden", "inner", "narrow", "wide")
 
-    def __init__(self, wide: Sequence[Tensor], narrow: Sequence[Tensor]) -> None:
-        """Take contiguous weights of one dtype on one device, which have to outlive the tables."""
-        self.base = wide[0]
-        self.inner, self.hidden = wide[0].shape[0] // 2, wide[0].shape[1]
-        first, size = self.base.data_ptr(), self.base.element_size()
-        places = [[(each.data_ptr() - first) // size for each in matrices] for matrices in (wide, narrow)]
-        self.wide, self.narrow = torch.tensor(places, dtype=torch.int64).to(self.base.device)
+    def __init__(
+        self, wide: Sequence[Matrix], narrow: Sequence[Matrix], clamp: tuple[float, float] | None = None
+    ) -> None:
+        """Take matrices on one device, which have to outlive the tables. Those of a side are of one kind and size."""
+        self.wide, self.narrow, self.clamp = Stack(wide), Stack(narrow), clamp
+        self.hidden, self.inner = self.narrow.outputs, self.narrow.inputs
+        self.device = wide[0].numbers.device
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Return what a trial of the kernels depends on, beside device and dtype."""
+        biased = self.wide.first.bias is not None, self.narrow.first.bias is not None
+        return self.wide.kind, self.narrow.kind, *biased, self.clamp
 
 
-def usable_rows(tables: ExpertTables) -> int:
-    """Return how many rows the kernels may be used for, 0 for none. May wait for the device."""
-    return MOST_ROWS if _gate.passes(tables.base.device, tables.base.dtype) else 0
+def expert_tables(
+    wide: Sequence[Matrix], narrow: Sequence[Matrix], clamp: tuple[float, float] | None
+) -> ExpertTables | None:
+    """Return the tables of matrices; None if those of a side are of several kinds or sizes."""
+    if any(len(set(map(_layout, side))) > 1 for side in (wide, narrow)):
+        return None
+    return ExpertTables(wide, narrow, clamp)
+
+
+def usable_rows(tables: ExpertTables, dtype: torch.dtype) -> int:
+    """Return how many rows of `dtype` the kernels may be used for, 0 for none. May wait for the device."""
+    return MOST_ROWS if _gate.passes(tables.device, dtype, *tables.kind) else 0
 
 
 def chosen_experts(x: Tensor, weights: Tensor, chosen: Tensor, tables: ExpertTables) -> Tensor | None:
@@ -43,4 +115,6 @@ def chosen_experts(x: Tensor, weights: Tensor, chosen: Tensor, tables: ExpertTab
     times `weights` of that shape and the dtype of `x`. None: torch must do it."""
     if len(x) > MOST_ROWS or x.stride(1) != 1:
         return None
-    return _gate.run(lambda kernels: kernels.chosen_experts(x, weights, chosen, tables), x.device, x.dtype)
+    return _gate.run(
+        lambda kernels: kernels.chosen_experts(x, weights, chosen, tables), x.device, x.dtype, *tables.kind
+    )

@@ -240,7 +240,7 @@ class Decoder:
     @property
     def static_rows(self) -> int:
         """Return of how many rows a pass launches the same work whatever they are, 0 for none: experts, if any, are found on the device."""
-        of_experts = [layer.mlp.static_rows for layer in self._layers if isinstance(layer.mlp, Experts)]
+        of_experts = [layer.mlp.static_rows(self.dtype) for layer in self._layers if isinstance(layer.mlp, Experts)]
         return min(of_experts, default=sys.maxsize) if self.divisible else 0
 
     @property

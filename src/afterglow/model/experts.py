@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from afterglow.kernels.block import ExpertPanels, Pair, in_panels
-from afterglow.kernels.device_experts import ExpertTables, chosen_experts, usable_rows
+from afterglow.kernels.device_experts import ExpertTables, Matrix, chosen_experts, expert_tables, usable_rows
+from afterglow.kernels.device_products import RoundedMatrix
 from afterglow.kernels.passes import gated_clamped, gated_silu
 from afterglow.model.linear import Linear, PlainLinear
 from afterglow.model.spec import Activation, ExpertsSpec
@@ -83,10 +84,9 @@ class Experts:
         self._shared, self._shared_gate = shared, shared_gate
         self._tables = _tables(self.experts)
 
-    @property
-    def static_rows(self) -> int:
-        """Return how many rows launch the same work whatever they choose, 0 for none. May wait for the device."""
-        return 0 if self._tables is None else usable_rows(self._tables)
+    def static_rows(self, dtype: torch.dtype) -> int:
+        """Return how many rows of `dtype` launch the same work whatever they choose, 0 for none. May wait for the device."""
+        return 0 if self._tables is None else usable_rows(self._tables, dtype)
 
     @property
     def panels(self) -> ExpertPanels | None:
@@ -139,16 +139,19 @@ class Experts:
 
 
 def _tables(mlps: Sequence[Mlp]) -> ExpertTables | None:
-    """Say where the weights of experts are, if kernels on the device can read them: as they are, with gates through SiLU, without biases."""
-    matrices = [(mlp.wide, mlp.narrow) for mlp in mlps if mlp.gated and mlp.activation == "silu" and mlp.clamp is None]
-    wide = [each.plain for each, _ in matrices if isinstance(each, PlainLinear)]
-    narrow = [each.plain for _, each in matrices if isinstance(each, PlainLinear)]
-    if len(wide) < len(mlps) or len(narrow) < len(mlps):
+    """Say where the weights of experts are, if kernels on the device can read them: with gates through SiLU, or clamped."""
+    usable = [mlp for mlp in mlps if mlp.gated and mlp.activation == "silu"]
+    wide = [matrix for mlp in usable if (matrix := _matrix(mlp.wide)) is not None]
+    narrow = [matrix for mlp in usable if (matrix := _matrix(mlp.narrow)) is not None]
+    if min(len(wide), len(narrow)) < len(mlps) or wide[0].numbers.device.type != "cuda":
         return None
-    kept = [(one, other) for one, other in zip(wide, narrow, strict=True) if one is not None and other is not None]
-    if len(kept) < len(mlps) or kept[0][0].device.type != "cuda":
-        return None
-    return ExpertTables([one for one, _ in kept], [other for _, other in kept])
+    return expert_tables(wide, narrow, mlps[0].clamp)
+
+
+def _matrix(linear: Linear) -> Matrix | None:
+    if isinstance(linear, RoundedMatrix):
+        return linear
+    return linear.matrix if isinstance(linear, PlainLinear) else None
 
 
 def _sigmoid(x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from afterglow.kernels.device_experts import PlainMatrix
 from afterglow.kernels.matrix import BytePanels, Panels
 from afterglow.kernels.packed import PackedPanels
 from afterglow.kernels.passes import rounded
@@ -70,9 +71,9 @@ class PlainLinear:
         self._weight, self._bias = weight, bias
 
     @property
-    def plain(self) -> Tensor | None:
-        """Return the weight [outputs, inputs] if it is all there is, side by side in memory: None where there is a bias."""
-        return self._weight if self._bias is None and self._weight.is_contiguous() else None
+    def matrix(self) -> PlainMatrix | None:
+        """Return weight and bias for kernels on the device; None where they do not lie side by side in memory."""
+        return PlainMatrix(self._weight, self._bias) if self._weight.is_contiguous() else None
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self._weight, self._bias)

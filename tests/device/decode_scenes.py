@@ -85,7 +85,7 @@ def launches(device: str, folder: Path) -> Any:
     for batch in (2, 8):
         answers(engine, [(draw(batch + i, 3), greedy(8)) for i in range(batch)])
         steps = [step.counts for step in watch.steps if step.runs == step.rows == batch]
-        found.append([[step[what] for what in LAUNCHED] for step in steps[-3:]])
+        found.append([[step[what] for what in LAUNCHED] for step in steps[-4:-1]])
     engine.settle()
     engine.demote("host")
     return {"held": held_bytes(engine.parts.runner), **result(engine, []), "steps": found}
@@ -190,7 +190,7 @@ def experts(device: str, folder: Path) -> Any:
         for batch in (2, 4) if family == "mixtral" else (2,):
             found += answers(engine, [(draw(batch + i, 3 + i), greedy(8)) for i in range(batch)])
             decoding = [step.counts for step in watch.steps if step.runs == step.rows == batch]
-            steps.append([[step[what] for what in LAUNCHED] for step in decoding[-2:]])
+            steps.append([[step[what] for what in LAUNCHED] for step in decoding[-3:-1]])
         ended = result(engine, found)
     return {**ended, "steps": steps}
 
@@ -208,7 +208,7 @@ def experts_in_blocks(device: str, folder: Path) -> Any:
     engine = load(device, folder / "cache", folder / "model", relay="off", max_batch=2, quantization=kept)
     found = answers(engine, [(draw(i, 3 + i), greedy(8)) for i in range(2)])
     decoding = [step.counts for step in watch.steps if step.runs == step.rows == 2]
-    return {**result(engine, found), "steps": [[step[what] for what in LAUNCHED] for step in decoding[-2:]]}
+    return {**result(engine, found), "steps": [[step[what] for what in LAUNCHED] for step in decoding[-3:-1]]}
 
 
 def more_than_experts_take(device: str, folder: Path) -> Any:
@@ -221,4 +221,4 @@ def more_than_experts_take(device: str, folder: Path) -> Any:
         found = answers(engine, [(draw(i, 3 + i), greedy(5)) for i in range(2)])
         found += answers(engine, [(draw(8, 3), greedy(5))])
         steps = [step.counts for step in watch.steps if step.runs == step.rows == 1]
-        return {**result(engine, found), "steps": [[step[what] for what in LAUNCHED] for step in steps[-2:]]}
+        return {**result(engine, found), "steps": [[step[what] for what in LAUNCHED] for step in steps[-3:-1]]}

@@ -35,7 +35,7 @@ def found_by(scene: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple
 
 def test_triton_replies_are_those_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts, log = played("passes", tmp_path, monkeypatch)
-    assert counts["graphs"] >= 50
+    assert counts["graphs"] >= 45
     assert counts["recordings"] < 10
     assert counts["taken"] > 0.6 * counts["launched"], "most that is launched ahead is of use"
     assert "not recorded" not in log

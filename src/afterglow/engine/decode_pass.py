@@ -165,7 +165,6 @@ class DecodePasses:
         self._record = True
         self._off = False
         self._ahead: Ahead | None = None
-        self._missed = False  # the last pass that was launched ahead was of no use
         sizes = (shape.layers, 2, shape.kv_heads, 1, shape.head_dim)
         self._base = torch.zeros(sizes, dtype=shape.dtype, device=shape.device)
         kinds = [(shape.place(at)[0], layer.attention.window) for at, layer in enumerate(decoder.layers)]
@@ -181,10 +180,12 @@ class DecodePasses:
         return self._run(tokens, entries, groups, self._tee.places(len(entries)))
 
     def go_ahead(self, entries: Sequence[BatchEntry], groups: Sequence[RelayGroup], tokens: Tensor) -> None:
-        """Launch the step that comes next if all requests decode on: with `tokens`, int64 [requests] on the device, which are not known
-        yet. What is written is no row of a context before the plan has asked for that step; if it does not, it is computed anew."""
-        if self._missed or not all(entry.context.holds(entry.stop + 1) for entry in entries):
-            self._missed = False
+        """Launch the step that comes next if no other request joins, as the plan has said (`Step.decodes_on`): with `tokens`, int64 [requests]
+        on the device, which are not known yet. What is written is no row of a context before the plan has asked for that step; if it does
+        not, it is computed anew."""
+        if not all(
+            entry.context.holds(entry.stop + 1) for entry in entries
+        ):  # layers with a window have pages up to this row
             return
         saved = self._tee.next_places(len(entries))
         entry_of = {
@@ -209,7 +210,7 @@ class DecodePasses:
     def drop(self) -> None:
         """Forget the pass that is ahead."""
         self.counts["dropped"] += self._ahead is not None
-        self._missed, self._ahead = self._ahead is not None, None
+        self._ahead = None
 
     def _taken(self, entries: Sequence[BatchEntry]) -> Tensor | None:
         """Return the hidden rows of a step that was launched ahead, if its requests are among those, and their rows are saved where

@@ -98,7 +98,9 @@ class EngineLoop:
         # What is refused takes no place in the queue.
         constraint = parts.grammars.constraint(request.sampling)
         spec = job_spec(request, parts.config, self._eos, salt)
-        spec = replace(spec, job=self.requests.reserve(request.id, own), aside=own, patient=patient)
+        plain = constraint is None and request.sampling.logprobs is None
+        job = self.requests.reserve(request.id, own)
+        spec = replace(spec, job=job, aside=own, patient=patient, plain=plain)
         return LiveRequest(request, sink, spec, constraint)
 
     def accept(self, prepared: Sequence[LiveRequest]) -> None:

@@ -270,7 +270,7 @@ class TorchRunner:
         normed, meanwhile, passes = None, None, self.passes
         if passes is not None and selecting is None and rows is None and decodes_alone(runs):
             normed = passes.hidden(runs, entries, groups)
-            if normed is not None and self._outputs.plain(runs) and not self._pressed():
+            if normed is not None and step.decodes_on and not self._pressed():
                 meanwhile = partial(passes.go_ahead, entries, groups)
         elif passes is not None:
             passes.drop()

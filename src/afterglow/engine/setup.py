@@ -277,6 +277,7 @@ def make_scheduler(
         shared_pages=True,
         shared=cache.shared is not None,
         probe_part=probe_part(layout),
+        step_ahead=decoder.device.type == "cuda",
     )
     if config.journal is None:
         return Scheduler(tiers, options), None

@@ -92,12 +92,6 @@ class TokenOutputs:
         found = [row for run, entry in zip(runs, entries, strict=True) if run.sample for row in _drawn_rows(run, entry)]
         return None if len(found) == rows else found
 
-    def plain(self, runs: Sequence[Run]) -> bool:
-        """Tell whether all that runs which decode ask for is a token: nothing that the next pass would have to wait for."""
-        return not any(
-            run.job in self._constraints or self._requests[run.job][0].sampling.logprobs is not None for run in runs
-        )
-
     def draw(
         self,
         runs: Sequence[Run],
@@ -112,7 +106,7 @@ class TokenOutputs:
         """Draw a token for each run that asks for one, and one from the row of each guess that was right.
 
         `hidden`: the rows `logit_rows` of the batch. `failed`: jobs whose rows are void, and the extents that failed them.
-        `left`: jobs that have left the pass. `meanwhile`: goes on from the tokens of `plain` runs.
+        `left`: jobs that have left the pass. `meanwhile`: goes on from the tokens of runs that decode on.
         """
         drawing = [i for i, run in enumerate(runs) if run.sample and run.job not in failed and run.job not in left]
         out = RunOutput(StepResult({}, failed))

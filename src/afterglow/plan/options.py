@@ -118,7 +118,8 @@ class SchedulerOptions:
     jobs have in common. `sliding_window`: rows that a query sees in layers with a window, whose earlier rows are not brought to the
     device (0: no layer has one). `small_rows`: extents with fewer rows are merged when a turn has ended (0: none). `shared`:
     there is a tier that other engines share. `shared_pages`: contexts with equal beginnings have pages of the device in common, also with
-    jobs that run. `probe_part`: of an extent's bytes, the part that jobs which select read in any case (SPEC).
+    jobs that run. `probe_part`: of an extent's bytes, the part that jobs which select read in any case (SPEC). `step_ahead`: a step may be launched before
+    the tokens of the one before it are known.
     """
 
     policy: PolicyName = "lru"
@@ -144,3 +145,4 @@ class SchedulerOptions:
     shared: bool = False
     shared_pages: bool = False
     probe_part: float = 0.0
+    step_ahead: bool = False

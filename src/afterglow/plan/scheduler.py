@@ -18,7 +18,7 @@ from math import inf
 from afterglow.choices import KVSource, Preload, ReadBuffer
 from afterglow.plan.batching.admission import Admission
 from afterglow.plan.batching.batch import Batch, Drafts
-from afterglow.plan.batching.commit import Committer, most_repeats
+from afterglow.plan.batching.commit import Committer, decodes_on, most_repeats
 from afterglow.plan.batching.compaction import Compaction
 from afterglow.plan.batching.compose import StepComposer
 from afterglow.plan.batching.job import refuse_impossible
@@ -66,6 +66,7 @@ class Scheduler:
         self.outlook = self._composer.outlook
         self._committer = Committer(cache, queue, batch)
         self._relay = options.relay
+        self._step_ahead = options.step_ahead
         self._max_batch = options.max_batch
         self._open: Step | None = None  # handed out, not yet committed
         self._opened = 0.0
@@ -241,6 +242,7 @@ class Scheduler:
             repeats,
             self._composer.shared(runs) if self._relay else (),
             ahead,
+            self._step_ahead and bool(runs) and decodes_on(runs, self._queue.jobs),
         )
         self._batch.releases, self.cache.device.frees = [], []
         self._open, self._opened = step, now

@@ -285,7 +285,8 @@ class Step:
 
     `wake_at`: with nothing to run, when to look again (None: only when something arrives or completes). `repeat`: if nothing arrives or
     completes before, it may be carried out so often before it is committed: all its runs decode, and each time would lead to the same
-    step, one row further, with nothing to be released or freed. `shares`: what its jobs have in common."""
+    step, one row further, with nothing to be released or freed. `shares`: what its jobs have in common. `decodes_on`: if no other job joins,
+    the next step is these runs one row further, or some of them: it may be launched before their tokens are known."""
 
     number: int
     releases: tuple[Release, ...] = ()
@@ -297,6 +298,7 @@ class Step:
     repeat: int = 1
     shares: tuple[Share, ...] = ()
     ahead: RowsAhead | None = None
+    decodes_on: bool = False
 
     @property
     def idle(self) -> bool:
@@ -365,6 +367,7 @@ class JobSpec:
     breakpoints: tuple[Breakpoint, ...] = ()  # where extents end; what lies before is kept longer (`tiers.marks`)
     aside: bool = False  # the engine's own: what it leaves is its conversation's, but no turn of that waits for it
     patient: bool = False  # alone, it is computed in short passes, so that a job that comes need not wait for long
+    plain: bool = False  # a token is all that it asks of a row, and its next row can be computed before that is known
 
 
 @dataclass(frozen=True, slots=True)

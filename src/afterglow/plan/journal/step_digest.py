@@ -26,6 +26,7 @@ def step_digest(step: Step) -> str:
         step.repeat,
         [[share.jobs, share.start, share.stop] for share in step.shares],
         *([_ahead_values(step.ahead)] if step.ahead is not None else []),
+        *(["decodes on"] if step.decodes_on else []),
     ]
     return hashlib.blake2b(json.dumps(values, separators=(",", ":")).encode(), digest_size=8).hexdigest()
 

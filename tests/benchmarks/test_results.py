@@ -35,15 +35,13 @@ def test_goals_are_judged_as_they_are_written(path: Path) -> None:
             assert goal["within_noise"] is (near and not goal["met"]), goal
 
 
-NOT_YET = {"attncache_decoder"}
-"""Benchmarks whose files wait for a quiet machine."""
 NAMES = rerun.RUNS.keys() | rerun.FULL.keys() | rerun.LEFT_OUT.keys()
 
 
 def test_each_file_has_a_command_or_a_reason() -> None:
     assert not rerun.RUNS.keys() & rerun.LEFT_OUT.keys()
     assert rerun.FULL.keys() <= rerun.LEFT_OUT.keys()
-    assert NAMES >= {path.stem for path in FILES} >= NAMES - NOT_YET
+    assert {path.stem for path in FILES} == NAMES
     assert {file for file, _ in readme_tables.TABLES.values()} <= {path.stem for path in FILES}
 
 

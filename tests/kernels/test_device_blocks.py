@@ -76,13 +76,31 @@ def test_parts_and_looked_up_rows_have_the_same_weights(block_format: str) -> No
 
 
 def test_experts_are_of_one_kind_whatever_their_scales_are() -> None:
-    """Powers of two that float16 has, and others. Kernels find experts of several kinds no more."""
+    """Powers of two that float16 has, and others. Kernels find no experts that are kept in several ways."""
     few, many = (random_blocks("MXFP4", 40, 64) for _ in range(2))
     few.view(40, 2, 17)[..., 0], many.view(40, 2, 17)[..., 0] = 120, 60
     experts = [device_matrix(blocks, "MXFP4", 64, CPU) for blocks in (few, many)]
     assert expert_tables(experts, [PlainMatrix(torch.zeros(64, 20))] * 2, None) is not None
-    other = device_matrix(random_blocks("Q4_0", 40, 64), "Q4_0", 64, CPU)
+    other = device_matrix(random_blocks("Q8_0", 40, 64), "Q8_0", 64, CPU)
     assert expert_tables([experts[0], other], [PlainMatrix(torch.zeros(64, 20))] * 2, None) is None
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_experts_of_a_checkpoint_have_scales_and_zeros_of_one_dtype(bits: int) -> None:
+    """Scales that float16 has, that bfloat16 has, and others; zeros that are all 0, and others."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(1 << bits, (40, 64), dtype=torch.uint8, generator=generator)
+    middle = torch.full((40, 2), 1 << bits - 1, dtype=torch.uint8)
+    experts = [
+        device_matrix(asymmetric_blocks(numbers, torch.full((40, 2), scale), zero, bits), f"A{bits}", 64, CPU)
+        for scale, zero in ((0.5, middle), (2.0**-30, middle), (0.1, middle), (0.5, middle - 3))
+    ]
+    assert len({each.kind for each in experts}) == 4
+    tables = expert_tables(experts, [PlainMatrix(torch.zeros(64, 20))] * 4, None)
+    assert tables is not None
+    for before, after in zip(experts, tables.wide.matrices, strict=True):
+        assert after.kind == tables.wide.kind
+        assert torch.equal(before.widened(0, 40, torch.float32), after.widened(0, 40, torch.float32))
 
 
 def test_rows_of_another_size_are_refused() -> None:

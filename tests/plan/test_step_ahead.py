@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from afterglow.plan.journal.replaying import replay
+from afterglow.plan.journal.replaying import replay, replay_repeated
 from afterglow.plan.journal.step_digest import step_digest
 from afterglow.plan.step import Step
 from tests.plan.server_kit import Server, jobs_of, words
@@ -60,18 +60,38 @@ def test_the_next_row_needs_room() -> None:
     assert all(run.start + 1 == run.capacity for run in without)
 
 
-def test_guesses_are_not_followed_at_once() -> None:
-    server = submitted(Server(step_ahead=True), {})
-    server.step()
-    step = server.scheduler.schedule(server.now, guesses={1: [7, 8]})
-    assert step.runs[0].guessed == 2
+def test_a_prompt_whose_last_row_alone_is_computed_is_not_followed_at_once() -> None:
+    server = Server(step_ahead=True)
+    server.ask(words(9), 3, plain=True)
+    server.submit(words(9), 3, plain=True)
+    step = server.step()
+    assert [len(run.tokens) for run in step.runs] == [1]
     assert not step.decodes_on
 
 
+def test_where_guesses_come_and_go_every_other_step_is_followed_at_once() -> None:
+    """A step with guesses drops what was launched."""
+    server = submitted(Server(step_ahead=True), {"max_tokens": 30})
+    server.step()
+    found = []
+    for guesses in ((), (), (7, 8), (), (), (7, 8), (7, 8), (), ()):
+        step = server.scheduler.schedule(server.now, guesses={1: guesses})
+        assert [run.guessed for run in step.runs] == [len(guesses)]
+        found.append(step.decodes_on)
+        server.close(step, server.executor.execute(step))
+    assert found == [True, True, False, False, True, False, False, False, True]
+
+
 def test_a_journal_has_it() -> None:
-    server = submitted(Recorded(step_ahead=True), {}, {})
+    """Also of steps that are replayed many at a time: room and replies end among them, and a request comes."""
+    server = submitted(Recorded(step_ahead=True), *({"max_tokens": most, "write": False} for most in (60, 9)))
+    for _ in range(4):
+        server.step()
+    submitted(server, {"max_tokens": 20, "write": False})
     server.finish()
-    replayed = list(replay(server.journals[0]))
-    assert [step for step, _ in replayed] == server.steps
+    (lines,) = server.journals
+    assert [step for step, _ in replay(lines)] == server.steps
+    for limit in (1, 2, 7, 4096):
+        assert [step for step, _ in replay_repeated(lines, limit)] == server.steps
     foreseen = next(step for step in server.steps if step.decodes_on)
     assert step_digest(foreseen) != step_digest(replace(foreseen, decodes_on=False))

@@ -180,7 +180,7 @@ class DecodePasses:
         return self._run(tokens, entries, groups, self._tee.places(len(entries)))
 
     def go_ahead(self, entries: Sequence[BatchEntry], groups: Sequence[RelayGroup], tokens: Tensor) -> None:
-        """Launch the step that comes next if no other request joins, as the plan has said (`Step.decodes_on`): with `tokens`, int64 [requests]
+        """Launch the step that the plan expects next (`Step.decodes_on`): with `tokens`, int64 [requests]
         on the device, which are not known yet. What is written is no row of a context before the plan has asked for that step; if it does
         not, it is computed anew."""
         if not all(

@@ -64,10 +64,8 @@ def device_matrix(
         scales.append(parts.scale)
         if parts.offset is not None:
             offsets.append(parts.offset)
-    # All matrices of MXFP4 are of one kind, whatever their powers of two are: a layer's experts are to be alike.
-    narrowed = torch.cat(scales).bfloat16() if block_format == "MXFP4" else _narrowed(torch.cat(scales))
-    scale = narrowed.to(device)
-    offset = _narrowed(torch.cat(offsets)) if offsets else None
+    scale = _narrowed(torch.cat(scales), block_format).to(device)
+    offset = _narrowed(torch.cat(offsets), block_format) if offsets else None
     if offset is not None and not offset.is_floating_point() and not offset.any():
         offset = None  # a symmetric checkpoint
     where = None if offset is None else offset.to(device)
@@ -107,8 +105,13 @@ def _asymmetric(blocks: Tensor, block_format: str) -> _Parts:
     return _Parts((numbers ^ 128).view(torch.int8), scale, zero - 128)
 
 
-def _narrowed(x: Tensor) -> Tensor:
-    """Return scales or offsets in the fewest bits that hold them."""
+def _narrowed(x: Tensor, block_format: str) -> Tensor:
+    """Return scales or offsets in the fewest bits that hold them. Where that would differ from matrix to matrix by chance, though they are few
+    or powers of two, in those that hold all: a layer's experts are to be alike."""
+    if block_format == FLOATS:
+        return x
+    if block_format == "MXFP4":
+        return x.bfloat16()
     if not x.is_floating_point():
         small = x.to(torch.int8)
         return small if torch.equal(small.short(), x) else x

@@ -7,6 +7,7 @@ each time. Here a program reads the number of its expert on the device, and from
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -38,11 +39,12 @@ Matrix: TypeAlias = PlainMatrix | RoundedMatrix
 
 class Stack:
     """Where matrices of one kind and size are. `places`, int64 [matrices, 4] on the device: where the numbers, scales, offsets and
-    bias of each begin, in elements from those of the first one. The matrices have to outlive it."""
+    bias of each begin, in elements from those of the first one."""
 
-    __slots__ = ("aligned", "first", "inputs", "kind", "outputs", "places")
+    __slots__ = ("aligned", "first", "inputs", "kind", "matrices", "outputs", "places")
 
     def __init__(self, matrices: Sequence[Matrix]) -> None:
+        self.matrices = matrices
         self.first = first = matrices[0]
         self.kind: Kind | None = first.kind if isinstance(first, RoundedMatrix) else None
         self.outputs = first.numbers.shape[0]
@@ -84,7 +86,7 @@ class ExpertTables:
     def __init__(
         self, wide: Sequence[Matrix], narrow: Sequence[Matrix], clamp: tuple[float, float] | None = None
     ) -> None:
-        """Take matrices on one device, which have to outlive the tables. Those of a side are of one kind and size."""
+        """Take matrices on one device. Those of a side are of one kind and size."""
         self.wide, self.narrow, self.clamp = Stack(wide), Stack(narrow), clamp
         self.hidden, self.inner = self.narrow.outputs, self.narrow.inputs
         self.device = wide[0].numbers.device
@@ -99,10 +101,21 @@ class ExpertTables:
 def expert_tables(
     wide: Sequence[Matrix], narrow: Sequence[Matrix], clamp: tuple[float, float] | None
 ) -> ExpertTables | None:
-    """Return the tables of matrices; None if those of a side are of several kinds or sizes."""
+    """Return the tables of matrices; None if those of a side are of several sizes, or are kept in several ways."""
+    wide, narrow = _alike(wide), _alike(narrow)
     if any(len(set(map(_layout, side))) > 1 for side in (wide, narrow)):
         return None
     return ExpertTables(wide, narrow, clamp)
+
+
+def _alike(matrices: Sequence[Matrix]) -> Sequence[Matrix]:
+    """Give matrices scales and offsets of the same dtypes, which hold those of all: each was kept in the fewest bits."""
+    rounded = [each for each in matrices if isinstance(each, RoundedMatrix)]
+    if len(rounded) < len(matrices) or len({each.kind for each in rounded}) == 1:
+        return matrices
+    scale = reduce(torch.promote_types, (each.scale.dtype for each in rounded))
+    offsets = [each.offset.dtype for each in rounded if each.offset is not None]
+    return [each.with_parts(scale, reduce(torch.promote_types, offsets) if offsets else None) for each in rounded]
 
 
 def usable_rows(tables: ExpertTables, dtype: torch.dtype) -> int:

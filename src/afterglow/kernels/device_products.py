@@ -125,6 +125,15 @@ class RoundedMatrix:
         found = RoundedMatrix(numbers, scale, self.inputs, offset=offset, coded=self.coded)
         return found.widened(0, len(ids), dtype)
 
+    def with_parts(self, scale: torch.dtype, offset: torch.dtype | None) -> RoundedMatrix:
+        """Return the same weights with scales and offsets of dtypes that hold them; the numbers share this one's memory."""
+        offsets = self.offset
+        if offset is not None:
+            offsets = torch.zeros_like(self.scale, dtype=offset) if offsets is None else offsets.to(offset)
+        return RoundedMatrix(
+            self.numbers, self.scale.to(scale), self.inputs, self.bias, offset=offsets, coded=self.coded
+        )
+
     def with_bias(self, bias: Tensor | None) -> RoundedMatrix:
         """Return the matrix with another bias; it shares this one's memory."""
         return RoundedMatrix(self.numbers, self.scale, self.inputs, bias, offset=self.offset, coded=self.coded)

@@ -73,7 +73,8 @@ class PlainLinear:
     @property
     def matrix(self) -> PlainMatrix | None:
         """Return weight and bias for kernels on the device; None where they do not lie side by side in memory."""
-        return PlainMatrix(self._weight, self._bias) if self._weight.is_contiguous() else None
+        dense = self._weight.is_contiguous() and (self._bias is None or self._bias.is_contiguous())
+        return PlainMatrix(self._weight, self._bias) if dense else None
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self._weight, self._bias)

@@ -18,13 +18,14 @@ from math import inf
 from afterglow.choices import KVSource, Preload, ReadBuffer
 from afterglow.plan.batching.admission import Admission
 from afterglow.plan.batching.batch import Batch, Drafts
-from afterglow.plan.batching.commit import Committer, decodes_on, most_repeats
+from afterglow.plan.batching.commit import Committer, most_repeats
 from afterglow.plan.batching.compaction import Compaction
 from afterglow.plan.batching.compose import StepComposer
 from afterglow.plan.batching.job import refuse_impossible
 from afterglow.plan.batching.merging import Merging
 from afterglow.plan.batching.queue import RequestQueue
 from afterglow.plan.batching.read_ahead import ReadAhead
+from afterglow.plan.batching.step_ahead import StepAhead
 from afterglow.plan.cache import Cache
 from afterglow.plan.options import Capacity, SchedulerOptions
 from afterglow.plan.prefix.extent import Extent
@@ -66,7 +67,7 @@ class Scheduler:
         self.outlook = self._composer.outlook
         self._committer = Committer(cache, queue, batch)
         self._relay = options.relay
-        self._step_ahead = options.step_ahead
+        self._step_ahead = StepAhead(options.step_ahead, queue.jobs)
         self._max_batch = options.max_batch
         self._open: Step | None = None  # handed out, not yet committed
         self._opened = 0.0
@@ -231,6 +232,7 @@ class Scheduler:
         wake = self._composer.wake if self._flushing else min(self._composer.wake, self.cache.placement.retry_at)
         evicting = self.cache.counters.evicted != evicted  # then perhaps more can go next time
         repeats = self._repeats(runs, repeat_limit) if repeat_limit > 1 and not evicting else 1
+        goes_on, repeats = self._step_ahead.choose(runs, repeats)
         step = Step(
             self._steps,
             tuple(self._batch.releases),
@@ -242,7 +244,7 @@ class Scheduler:
             repeats,
             self._composer.shared(runs) if self._relay else (),
             ahead,
-            self._step_ahead and bool(runs) and decodes_on(runs, self._queue.jobs),
+            goes_on,
         )
         self._batch.releases, self.cache.device.frees = [], []
         self._open, self._opened = step, now

@@ -285,8 +285,8 @@ class Step:
 
     `wake_at`: with nothing to run, when to look again (None: only when something arrives or completes). `repeat`: if nothing arrives or
     completes before, it may be carried out so often before it is committed: all its runs decode, and each time would lead to the same
-    step, one row further, with nothing to be released or freed. `shares`: what its jobs have in common. `decodes_on`: if no other job joins,
-    the next step is these runs one row further, or some of them: it may be launched before their tokens are known."""
+    step, one row further, with nothing to be released or freed. `shares`: what its jobs have in common. `decodes_on`: the next
+    step is expected to be these runs one row further, or some of them: it may be launched before their tokens are known."""
 
     number: int
     releases: tuple[Release, ...] = ()

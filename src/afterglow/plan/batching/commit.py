@@ -197,19 +197,6 @@ def most_repeats(running: Sequence[Job], limit: int) -> int:
     return max(limit, 1)
 
 
-def decodes_on(runs: Sequence[Run], jobs: Mapping[int, Job]) -> bool:
-    """Tell whether the next step will be of these runs one row further, or of some of them, unless another job joins: each decodes and has
-    room for that row, and one at least is not at its end."""
-    going_on = False
-    for run in runs:
-        job = jobs[run.job]
-        decodes = len(run.tokens) == 1 and run.sample and run.admit is None and not run.gathers
-        if not decodes or not job.spec.plain or job.approximate or run.capacity < run.start + 2:
-            return False
-        going_on = going_on or job.length + 1 < job.end
-    return going_on
-
-
 def _changes_more(job: Job, run: Run) -> bool:
     """May a row change more of a job than its rows and tokens? Not where a step may be repeated: see `most_repeats`."""
     return job.state != "decoding" or bool(job.spec.stop_tokens) or (bool(job.drafts) and not run.saves)

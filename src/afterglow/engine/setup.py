@@ -305,7 +305,10 @@ def make_runner(
     selective = _selective(config, size, decoder, store, blocks, layout) if layout.probe_heads else None
     host = HostRows(blocks, store, READ_TIMEOUT, decoder.device, pressed)
     guesser = make_guesser(config.speculate, decoder) if scores is None else None
-    return TorchRunner(decoder, host, config, size, scores, selective, guesser), scores, selective
+    runner = TorchRunner(decoder, host, config, size, scores, selective, guesser)
+    if decoder.device.type == "cuda" and runner.passes is None:
+        log.info("steps that decode are launched kernel by kernel, not as CUDA graphs")
+    return runner, scores, selective
 
 
 def make_guesser(mode: SpeculateMode, decoder: Decoder) -> Guesser | None:

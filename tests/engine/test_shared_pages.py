@@ -13,6 +13,7 @@ from afterglow.request import Completion, Request, SamplingParams
 from tests import doors
 from tests.engine.conftest import FAMILIES, VOCAB, Handle, in_turn, write_model
 from tests.engine.test_exact_reuse import same
+from tests.engine.test_windows import LONG
 
 Start = Callable[..., Handle]
 Models = Callable[[str], Path]
@@ -64,6 +65,32 @@ def test_requests_behind_the_same_tokens_hold_them_once(start: Start, long_model
     handle.engine.settle()
     assert pages_held(handle) == 32 + 32 * 2
     assert handle.engine.stats().tiers.device.used == pages_held(handle) * page_bytes(handle)
+    handle.engine.parts.scheduler.check()
+
+
+def test_layers_that_hold_all_rows_share_pages_beside_others_that_hold_the_last(start: Start, tmp_path: Path) -> None:
+    """16 requests behind 2,048 tokens, two layers of three with a window: one prefix in the third. The plan counts as much for layers with a
+    window as each may come to hold."""
+    rng = random.Random(1)
+    config = {**FAMILIES["gemma3_text"], "num_hidden_layers": 3, "layer_types": LONG["layer_types"], "head_dim": 16}
+    model = write_model({**config, "max_position_embeddings": 4096}, tmp_path / "model")
+    options = {"device_cache": ROW * 400 * 1024, "host_cache": 2**24, "max_batch": 16, "prefill_chunk": 32}
+    handle = start(model, **options)
+    held, layers = handle.engine.parts.runner.shape.held, 3
+    head = words(rng, 2048)
+    prompts = [[*head, *words(rng, 64)] for _ in range(16)]
+    expected = handle.ask(prompts[7], reuse=False, max_tokens=30)
+    handle.ask(head, max_tokens=1)
+    handle.engine.settle()
+    done = together(handle.engine, prompts, 30)
+    same(done[7], expected)
+    handle.engine.settle()
+    whole = (32 + 16 * 2) * ROW * (layers - held.windowed)
+    taken = handle.engine.stats().tiers.device.used
+    row = handle.engine.parts.runner.shape.row_bytes
+    assert held.windowed > 0
+    assert taken <= -(-(whole + 17 * held.windowed * held.most) // layers) * row
+    assert doors.held_bytes(handle.engine.parts.runner) <= 1.05 * taken
     handle.engine.parts.scheduler.check()
 
 

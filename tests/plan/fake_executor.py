@@ -178,7 +178,7 @@ class FakeExecutor:
         self, capacity: Capacity, rng: random.Random, faults: Faults, window: int = 0, shared_pages: bool = False
     ) -> None:
         self.window = window
-        self.shares = shared_pages and not capacity.held.windowed
+        self.shares = shared_pages
         self.lacking: set[int] = set()  # slots whose rows are not there in layers with a window
         self.skipped = 0  # blocks
         self.capacity = capacity
@@ -288,7 +288,10 @@ class FakeExecutor:
                 while len(segment.pages) * size < segment.capacity:
                     segment.pages.append(object())
                 del segment.pages[segment.capacity // size :]
-            assert len({page for segment in segments for page in segment.pages}) * size <= self.capacity.device_rows
+            pages = len({page for segment in segments for page in segment.pages})
+            last = held.windowed * sum(min(segment.capacity, held.most) for segment in segments)
+            taken = (held.layers - held.windowed) * pages * size + last
+            assert taken <= held.layers * self.capacity.device_rows
         else:
             assert sum(held.cost(segment.capacity) for segment in segments) <= self.capacity.device_rows
         assert all(len(segment.rows) <= segment.capacity for segment in segments)

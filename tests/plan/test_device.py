@@ -177,6 +177,45 @@ def test_taking_over_leaves_others_their_pages(sharing: Device) -> None:
     assert list(sharing.contexts) == [full.id]
 
 
+@pytest.fixture
+def windows() -> Device:
+    """100 rows of four layers in pages of 4; three layers hold the last 20 rows at most."""
+    sizes = {"layers": 4, "window_layers": 3, "window_rows": 20, "window_stride": 4}
+    capacity = Capacity(device_rows=100, host_slots=0, max_extent_rows=16, block_rows=4, **sizes)
+    return Device(capacity, Counters(), SchedulerOptions(shared_pages=True, sliding_window=8))
+
+
+def test_where_layers_hold_the_last_rows_the_others_pages_are_shared(windows: Device) -> None:
+    """40 rows in one layer and 20 in three are as much as 25 in all. Each fork has two pages in one layer, and 20 rows in three."""
+    first = running(windows, 40)
+    assert windows.used == 25
+    made = [windows.fork(first, 38, 44, None) for _ in range(3)]
+    forks = [fork for fork in made if fork is not None]
+    assert len(forks) == 3
+    assert windows.used == 25 + 3 * (8 + 60) // 4
+    windows.check([first, *forks])
+    assert windows.fork(first, 38, 76, None) is None, (
+        "24 rows of all layers are left: 96 of one, and this takes 40 + 60"
+    )
+    windows.release(first)
+    assert windows.used == -(-(36 + 3 * (8 + 60)) // 4)
+    for fork in forks:
+        windows.release(fork)
+    assert windows.used == 0
+
+
+def test_a_context_gives_its_last_rows_though_its_pages_are_others(windows: Device) -> None:
+    context = keep(windows, 40)
+    fork = windows.fork(context.segment, 40, 60, context)
+    assert fork is not None
+    assert windows.used == (60 + 2 * 60) // 4
+    assert fits(windows, 160)
+    assert windows.frees == []
+    windows.release(fork)
+    assert fits(windows, 60)
+    assert windows.frees == [context.id]
+
+
 def test_a_context_vanishes_with_any_of_its_extents() -> None:
     tiers = Tiers()
     head = tiers.add(1)

@@ -2,7 +2,7 @@
 
 It knows sizes, token strings and which extents a context contains; not what computes on them, nor the other tiers.
 Segments with equal beginnings have pages in common, which count once. Where layers with a sliding window hold only a context's last
-rows, each segment counts by itself, with as many rows of all layers as take the same memory (`Held.cost`).
+rows, pages are of the other layers, and each segment counts its last rows by itself.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ WHOLE = Lack(2**31, 0)
 
 @dataclass(eq=False, slots=True)
 class DeviceSegment:
-    """Room for `capacity` rows of a context. `pages`: the numbers of its pages, where segments share them."""
+    """Room for `capacity` rows of a context. `pages`: the numbers of its pages, where segments share them; `recent`: what its last rows count
+    besides, in layers that hold no others."""
 
     capacity: int = 0
     pages: list[int] = field(default_factory=list)
+    recent: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -72,11 +74,15 @@ class Device:
         self.held = capacity.held
         if self.held.step(UNLIMITED, self.window) < 1:
             raise ValueError(f"a window of {self.window} rows does not fit the {self.held.most} that its layers hold")
-        self.shares = options.shared_pages and not self.held.windowed
+        self.shares = options.shared_pages
         self.block = capacity.block_rows
         self.budget = capacity.device_rows // self.block * self.block
+        # Memory is counted in rows of all layers; in rows of one, where they hold different rows.
+        apart = self.shares and self.held.windowed > 0
+        self._layers = self.held.layers if apart else 1
+        self._whole = self.held.layers - self.held.windowed if apart else 1  # of these, layers that hold all rows
         self.most = self.held.longest(self.budget) // self.block * self.block  # rows of a context that has it all
-        self.used = 0
+        self._used = 0
         self.contexts: dict[int, Context] = {}  # least recently used first
         self.frees: list[int] = []
         self.longest = min(options.max_model_len, self.most)  # rows of the longest context that any job may come to
@@ -85,6 +91,11 @@ class Device:
         self._last_id = 0
         self._users: dict[int, int] = {}  # of each page, how many segments have it
         self._last_page = 0
+
+    @property
+    def used(self) -> int:
+        """Return the rows of all layers that take as much memory as all segments."""
+        return -(-self._used // self._layers)
 
     def reserve(self, segment: DeviceSegment, rows: int, keep: Context | None = None) -> bool:
         """Give a segment room for `rows` rows, freeing contexts (never `keep`) for it. All or nothing."""
@@ -115,10 +126,11 @@ class Device:
             kept = context.segment.pages[: first // self.block]
             rest = context.segment.pages[len(kept) :]
             made = None
-            if self._make_room(rows - len(kept) * self.block, context, rest):
+            shortened = DeviceSegment(len(kept) * self.block, kept, context.segment.recent)
+            if self._make_room(self._more(shortened, rows), context, rest):
                 self._drop(rest)
-                made = DeviceSegment(len(kept) * self.block, kept)
-                self._extend(made, rows)
+                self._extend(shortened, rows)
+                made = shortened
         if made is not None:
             context.segment = made
             self._detach(context)
@@ -126,14 +138,15 @@ class Device:
 
     def has_room(self, segment: DeviceSegment, rows: int) -> bool:
         """Return whether a segment may have `rows` rows beside all contexts."""
-        return self.used + self._more(segment, rows) <= self.budget
+        return self._used + self._more(segment, rows) <= self.budget * self._layers
 
     def release(self, segment: DeviceSegment) -> None:
         """Count a segment no more, except for pages that others have too."""
         if self.shares:
             self._drop(segment.pages)
+            self._used -= segment.recent
         else:
-            self.used -= self.held.cost(segment.capacity)
+            self._used -= self.held.cost(segment.capacity)
 
     def trim(self, segment: DeviceSegment, rows: int) -> None:
         """Count only the pages of the first `rows` rows."""
@@ -142,16 +155,24 @@ class Device:
             self._drop(segment.pages[count:])
             del segment.pages[count:]
             segment.capacity = min(segment.capacity, count * self.block)
+            self._used -= segment.recent - self._recent(segment.capacity)
+            segment.recent = self._recent(segment.capacity)
 
     def _more(self, segment: DeviceSegment, rows: int) -> int:
-        """Return the rows that more room takes: `rows` in all."""
+        """Return what more room takes: for `rows` rows in all."""
         if self.shares:
-            return rows - segment.capacity
+            return (rows - segment.capacity) * self._whole + self._recent(rows) - segment.recent
         return self.held.cost(rows) - self.held.cost(segment.capacity)
 
+    def _recent(self, rows: int) -> int:
+        """Return what a segment with room for `rows` rows takes in layers that hold the last rows alone."""
+        return (self._layers - self._whole) * min(rows, self.held.most)
+
     def _extend(self, segment: DeviceSegment, rows: int) -> None:
-        self.used += self._more(segment, rows)
+        self._used += self._more(segment, rows)
         segment.capacity = rows
+        if self.shares:
+            segment.recent = self._recent(rows)
         while self.shares and len(segment.pages) * self.block < rows:
             self._last_page += 1
             segment.pages.append(self._last_page)
@@ -162,13 +183,14 @@ class Device:
             self._users[page] -= 1
             if not self._users[page]:
                 del self._users[page]
-                self.used -= self.block
+                self._used -= self.block * self._whole
 
     def _make_room(self, more: int, keep: Context | None, dropped: Sequence[int] = ()) -> bool:
-        """Free contexts, the least recently used ones first, until `more` rows fit once a user of some pages has `dropped` them; none
-        if that does not do."""
+        """Free contexts, the least recently used ones first, until there is room for `more` once a user of some pages has `dropped` them;
+        none if that does not do."""
         left = {page: self._users[page] - 1 for page in dropped}  # users that pages have then
-        short = self.used + more - self.budget - self.block * list(left.values()).count(0)
+        page_size = self.block * self._whole
+        short = self._used + more - self.budget * self._layers - page_size * list(left.values()).count(0)
         if short <= 0:
             return True
         victims: list[Context] = []
@@ -180,13 +202,15 @@ class Device:
             victims.append(context)
             if not self.shares:
                 short -= self.held.cost(context.segment.capacity)
+            short -= context.segment.recent
             for page in context.segment.pages:
                 left[page] = left.get(page, self._users[page]) - 1
-                short -= self.block * (not left[page])
+                short -= page_size * (not left[page])
         if short > 0:
             return False
         for context in victims:
-            if self.shares and all(left[page] for page in context.segment.pages):  # it would give nothing
+            gives = context.segment.recent > 0 or not all(left[page] for page in context.segment.pages)
+            if self.shares and not gives:
                 for page in context.segment.pages:
                     left[page] += 1
                 continue
@@ -318,10 +342,11 @@ class Device:
         if self.shares:
             users = Counter(page for segment in segments for page in segment.pages)
             assert users == self._users
-            assert self.used == len(users) * self.block
+            assert self._used == len(users) * self.block * self._whole + sum(segment.recent for segment in segments)
+            assert all(segment.recent == self._recent(segment.capacity) for segment in segments)
             assert all(segment.capacity == len(segment.pages) * self.block for segment in segments)
         else:
-            assert self.used == sum(self.held.cost(segment.capacity) for segment in segments)
+            assert self._used == sum(self.held.cost(segment.capacity) for segment in segments)
         assert self.used <= self.budget
         for context in self.contexts.values():
             assert 0 < context.rows <= context.segment.capacity

@@ -180,12 +180,10 @@ class DecodePasses:
         return self._run(tokens, entries, groups, self._tee.places(len(entries)))
 
     def go_ahead(self, entries: Sequence[BatchEntry], groups: Sequence[RelayGroup], tokens: Tensor) -> None:
-        """Launch the step that the plan expects next (`Step.decodes_on`): with `tokens`, int64 [requests]
-        on the device, which are not known yet. What is written is no row of a context before the plan has asked for that step; if it does
-        not, it is computed anew."""
-        if not all(
-            entry.context.holds(entry.stop + 1) for entry in entries
-        ):  # layers with a window have pages up to this row
+        """Launch the step that the plan expects next (`Step.decodes_on`): with `tokens`, int64 [requests] on the device, which are not known
+        yet. What is written is no row of a context before the plan has asked for that step; if it does not, it is computed anew."""
+        # Layers with a window may have pages up to this row alone.
+        if not all(entry.context.holds(entry.stop + 1) for entry in entries):
             return
         saved = self._tee.next_places(len(entries))
         entry_of = {

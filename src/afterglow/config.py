@@ -297,16 +297,15 @@ class EngineConfig:
         1,
         "Tokens after which a reply selects rows anew, to find what its prompt did not ask for; costs time. 0: never (SPEC).",
     )
-    importance_share: float = option(
-        0.25, "Part of the device and of the host cache that is kept for chunks of such prefixes."
-    )
+    importance_share: float = option(0.25, "Part of the device and host caches for chunks of such prefixes.")
     importance_chunk: ChunkRows = option(
         64,
         "Rows of a chunk: the least that is read and cached of such prefixes. With less than 64, files have a format and a folder of their own.",
     )
     importance_exact: ImportanceExact = option(
         "idle",
-        "Compute such requests' prompts exactly for the cache as well: idle, when nothing else is to be done, or never.",
+        "Compute such requests' prompts exactly for the cache as well: idle (when nothing else is to be done) or never. approximate: keep "
+        "their own rows as they are, for requests that select alone; errors of turns add up.",
     )
     reorder_interval: float = option(600.0, "Seconds after which important rows are put together on disk; 0: never.")
     journal: Path | None = option(None, "File to record every input of the planner in, to replay or simulate it later.")

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from afterglow.engine.engine import Engine
-from afterglow.plan.batching.batch import Batch, Drafts
+from afterglow.plan.batching.batch import Batch
+from afterglow.plan.batching.drafts import Drafts
 from afterglow.plan.batching.merging import Merging
 from afterglow.plan.batching.queue import RequestQueue
 from afterglow.plan.cache import Cache

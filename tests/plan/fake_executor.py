@@ -13,9 +13,8 @@ import struct
 from dataclasses import dataclass, field
 
 from afterglow.plan.options import Capacity
-from afterglow.plan.prefix.salts import client_salt
+from afterglow.plan.prefix.salts import client_salt, is_private
 from afterglow.plan.prefix.shared_prefixes import OPERATOR
-from afterglow.plan.prefix.truncation import is_private
 from afterglow.plan.step import (
     Admit,
     Copy,

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 
 from afterglow.plan.options import Capacity, SchedulerOptions
-from afterglow.plan.prefix.truncation import is_private
+from afterglow.plan.prefix.salts import is_private
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import Admitted, Emitted, Event, JobSpec, Load, Run, Step, StepResult, TransferDone
 from tests import doors

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from afterglow.plan.prefix.extent import Extent
 from afterglow.plan.prefix.index import Index, common_rows, extent_id
+from afterglow.plan.prefix.salts import approximate
 from tests.plan.fake_executor import pack
 from tests.plan.tiers_kit import make_extent
 
@@ -248,3 +249,63 @@ def test_an_id_depends_on_all_that_the_bytes_depend_on() -> None:
         extent_id("ms", "", pack([1]), pack([2, 3])),  # the same letters, otherwise divided
     ]
     assert len(set(names)) == len(names)
+
+
+CLIENTS = ["", "a"]
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["exact", "approx", "remove"]), st.sampled_from(CLIENTS), TOKENS.filter(bool), st.integers(0, 9)
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(operations=OPERATIONS, asked=st.lists(TOKENS, min_size=4, max_size=4))
+def test_approximate_rows_lie_behind_exact_ones_and_are_found_by_their_salt_alone(
+    operations: list[tuple[str, str, list[int], int]], asked: list[list[int]]
+) -> None:
+    """Against an index without them."""
+    index, plain = Index(), Index()
+    twins: dict[Extent, Extent] = {}  # of exact extents
+    for serial, (what, client, tokens, cut) in enumerate(operations):
+        salt = approximate(client) if what == "approx" else client
+        if what == "remove":
+            there = [*index.extents.values()]
+            if there:
+                chosen = there[cut % len(there)]
+                if chosen in twins:
+                    plain.remove(twins[chosen])
+                index.remove(chosen)
+            continue
+        known = index.match(salt, pack(tokens)).rows
+        begin = min(cut, len(tokens) - 1) if cut % 2 else min(known, len(tokens) - 1)  # mostly where something is known
+        extent = make_extent(tokens[begin:], tokens[:begin], serial=serial, salt=salt)
+        outcome, holders = index.insert(extent, pack(tokens[:begin]))
+        if what == "exact":
+            twin = make_extent(tokens[begin:], tokens[:begin], serial=serial, salt=salt)
+            assert plain.insert(twin, pack(tokens[:begin])).outcome == outcome
+            if outcome == "inserted":
+                twins[extent] = twin
+        elif outcome == "inserted":
+            assert holders[-1] is extent
+            assert index.match(salt, pack(tokens)).rows == len(tokens)
+        elif outcome == "duplicate":
+            assert known == len(tokens)
+        else:
+            assert outcome == "orphan"
+            assert begin == 0 or known < begin
+        index.check()
+    plain.check()
+    for tokens in [*asked, *(tokens for _, _, tokens, _ in operations)]:
+        for client in CLIENTS:
+            exact, wide = (index.match(salt, pack(tokens)) for salt in (client, approximate(client)))
+            without = plain.match(client, pack(tokens))
+            assert exact.rows == without.rows
+            assert [view.extent for view in without.views] == [twins[view.extent] for view in exact.views]
+            assert wide.rows >= exact.rows
+            found = b"".join(view.extent.tokens[4 * view.start : 4 * view.stop] for view in wide.views)
+            assert found == pack(tokens)[: 4 * wide.rows]
+            kinds = [view.extent.kind for view in wide.views]
+            assert kinds == sorted(kinds, key=["exact", "approx"].index), "exact rows come first"
+            assert {view.extent.salt for view in wide.views} <= {client, approximate(client)}

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from afterglow.plan.prefix.extent import Extent
-from afterglow.plan.prefix.salts import client_salt
-from afterglow.plan.prefix.truncation import is_private
+from afterglow.plan.prefix.salts import client_salt, is_private
 from tests.plan.lasting_kit import Lasting
 from tests.plan.server_kit import jobs_of, words
 

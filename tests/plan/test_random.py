@@ -12,8 +12,7 @@ from afterglow.errors import RequestError
 from afterglow.plan.journal.replaying import RecordingScheduler, replay, replay_repeated
 from afterglow.plan.journal.step_digest import step_digest
 from afterglow.plan.options import Capacity, SchedulerOptions
-from afterglow.plan.prefix.salts import client_salt
-from afterglow.plan.prefix.truncation import is_private
+from afterglow.plan.prefix.salts import client_salt, is_private
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import Admitted, Emitted, Event, JobSpec
 from afterglow.request import Breakpoint

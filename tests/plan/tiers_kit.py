@@ -11,6 +11,7 @@ from afterglow.plan.cache import Cache
 from afterglow.plan.options import Capacity, SchedulerOptions
 from afterglow.plan.prefix.extent import Extent
 from afterglow.plan.prefix.index import extent_id
+from afterglow.plan.prefix.salts import kind_of
 from afterglow.plan.step import Drop, Move, MoveDone, Store
 from afterglow.plan.tiers.device import Context, DeviceSegment
 from tests.plan.fake_executor import pack, unpack
@@ -27,7 +28,7 @@ def make_extent(
     return Extent(
         id=extent_id("m", salt, pack(list(prefix)), pack(list(tokens))),
         salt=salt,
-        kind="exact",
+        kind=kind_of(salt),
         tokens=pack(list(tokens)),
         first_row=len(prefix),
         file_bytes=size,

@@ -106,7 +106,7 @@ class SelectingAttend:
         self._selector = RowSelector(probes, rules)
         self._rotation = decoder.rotation(torch.empty(0, dtype=torch.int64, device=decoder.device))
         self._kept: list[Part] = []
-        self._own: list[Part] = []
+        self.own: list[Part] = []
         self._length = len(prefix)
         self.selections: list[Selection] = []
         self.sums: list[Tensor] = []
@@ -127,19 +127,19 @@ class SelectingAttend:
         if self._system:
             keys, values = self._prefix.keys[layer], self._prefix.values[layer]
             parts.append(attend(q, keys[: self._system], values[: self._system], scale=scale, causal=False))
-        first = layer == len(self._own)
+        first = layer == len(self.own)
         if first:
-            self._own.append((k, v))
+            self.own.append((k, v))
         else:
-            own = self._own[layer]
-            self._own[layer] = (torch.cat((own[0], k)), torch.cat((own[1], v)))
+            own = self.own[layer]
+            self.own[layer] = (torch.cat((own[0], k)), torch.cat((own[1], v)))
         if first or (self.renew and self.selections[layer].kind != "all"):
-            selection = self._select(layer, q, self._own[layer][0], scale, parts[0][1] if parts else None)
+            selection = self._select(layer, q, self.own[layer][0], scale, parts[0][1] if parts else None)
             kept = self._rows(layer, selection)
             self.selections[layer : layer + 1] = [selection]
             self._kept[layer : layer + 1] = [kept]
         parts.append(attend(q, *self._kept[layer], scale=scale, causal=False))
-        parts.append(attend(q, *self._own[layer], scale=scale, causal=True))
+        parts.append(attend(q, *self.own[layer], scale=scale, causal=True))
         if self._left_out is not None and self.selections[layer].kind != "all":
             parts.append(self._left_out(layer, q, self.selections[layer], scale))
         return merge(parts)[0].flatten(1)

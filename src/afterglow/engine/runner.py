@@ -121,6 +121,8 @@ class TorchRunner:
         self._gatherer.keep(step)
         for release in step.releases:
             self._tee.release(release.job)
+            for save in release.saves:
+                self._tee.context(self._running[release.job], save, self.decoder.rotation)
             context = self._running.pop(release.job, None)
             self._selections.pop(release.job, None)
             self._separate.pop(release.job, None)

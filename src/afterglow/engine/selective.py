@@ -2,8 +2,8 @@
 
 Each layer selects rows while the prompt is computed, and the request attends to these rows, at the positions that they had:
 until the request ends, as in the paper, or until decoded tokens select anew (`--importance-renew`; a fact that a reply
-retrieves is found by the reply's own attention). The request's own rows are approximate, so they are never stored.
-Requests beside it are computed as always.
+retrieves is found by the reply's own attention). The request's own rows are approximate: they are not stored, or under a
+salt of their own (`--importance-exact approximate`), when the request ends. Requests beside it are computed as always.
 """
 
 from __future__ import annotations

@@ -278,6 +278,7 @@ def make_scheduler(
         shared=cache.shared is not None,
         probe_part=probe_part(layout),
         step_ahead=decoder.device.type == "cuda",
+        keep_approximate=config.importance_exact == "approximate",
     )
     if config.journal is None:
         return Scheduler(tiers, options), None

@@ -17,8 +17,8 @@ from afterglow.plan.prefix.block_keys import BLOCK_ROWS, block_keys, lead_to
 from afterglow.plan.prefix.extent import Extent
 from afterglow.plan.prefix.index import extent_id
 from afterglow.plan.prefix.published import MIN_LOOKUP_ROWS, Published, expiry, listed_under
+from afterglow.plan.prefix.salts import is_private
 from afterglow.plan.prefix.shared_way import forks
-from afterglow.plan.prefix.truncation import is_private
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import ExtentId, JobSpec, Load, Move, MoveDone, Store, TransferDone
 from afterglow.store.kvstore import KVStore

@@ -19,7 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from afterglow.engine.context import DeviceContext
 from afterglow.engine.kv_shape import KVShape
+from afterglow.kernels.rope import LayerRotations, inverse, rotate
 from afterglow.kernels.stored_rows import narrowed, stored_width
 from afterglow.plan.step import Run, Save
 from afterglow.store.kvstore import KVStore
@@ -236,6 +238,18 @@ class Tee:
             self._flush(lane)
             self._exit.hand_over(wait=True)
             self._free.append(lane.index)
+
+    def context(self, context: DeviceContext, save: Save, rotation: Callable[[Tensor], LayerRotations | None]) -> None:
+        """Save rows of a context that is about to be given up: its keys are turned back, by one rounding more. `rotation`: of positions."""
+        rows = torch.arange(save.job_row, save.job_row + save.rows, device=self._tail.device)
+        rotations = rotation(rows)
+        for layer in range(self._tail.shape[0]):
+            keys, values = context.read(layer, save.job_row, save.job_row + save.rows)
+            turned = rotations.at(layer) if rotations is not None else None
+            keys = keys.clone() if turned is None else rotate(keys, inverse(turned))
+            k, v = narrowed(keys, self._dtype), narrowed(values.clone(), self._dtype)
+            self._exit.take(partial(self._store.save, save.draft, layer, save.slots, save.draft_row), k, v)
+        self._exit.hand_over(wait=True)
 
     def _flush_full(self) -> None:
         for lane in self._lanes.values():

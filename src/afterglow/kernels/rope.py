@@ -94,6 +94,13 @@ class LayerRopes:
         return LayerRotations([table.cos_sin(positions) for table in self.tables], self._of_layer)
 
 
+def inverse(rotation: Rotation) -> Rotation:
+    """Return the rotation that undoes another one, but for rounding."""
+    cos, sin = rotation
+    size = cos * cos + sin * sin
+    return cos / size, -sin / size
+
+
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Return `x` [rows, heads, head_dim] turned by `rotation`: a new tensor of the same shape and dtype."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -20,9 +20,9 @@ from math import inf
 from afterglow.plan.options import Capacity, SchedulerOptions
 from afterglow.plan.prefix.extent import Extent, View
 from afterglow.plan.prefix.index import Index, Inserted, Match, common_rows, extent_id
-from afterglow.plan.prefix.salts import covers
+from afterglow.plan.prefix.salts import approximate, covers, is_private, kind_of
 from afterglow.plan.prefix.shared_prefixes import SharedPrefix
-from afterglow.plan.prefix.truncation import Cut, Epochs, Rules, cut, is_private, outgrown
+from afterglow.plan.prefix.truncation import Cut, Epochs, Rules, cut, outgrown
 from afterglow.plan.retention.registered import Registered
 from afterglow.plan.retention.restore import adopt, prefix_of, restore
 from afterglow.plan.retention.sessions import Sessions
@@ -55,6 +55,7 @@ class Cache:
         self.write_through = options.write_policy == "write_through" and capacity.disk_bytes > 0
         self._epochs = Epochs()
         self.digest = options.digest
+        self._keep_approximate = options.keep_approximate
         self._ttl = options.ttl
         self._warm_start = options.warm_start
         self._restored = False  # since the last step
@@ -75,6 +76,12 @@ class Cache:
         """Return the salt and the tokens under which the rows of a context lie now: others, if it has been cut."""
         epoch = self._epochs.peek(salt, tokens)
         return (salt, tokens) if epoch is None else (epoch.salt, epoch.compact(tokens))
+
+    def selecting_salt(self, spec: JobSpec) -> str:
+        """Return the salt whose rows a job may select from: with those that others have computed over a selection, where these are
+        kept. Behind a truncation they are not."""
+        kept = self._keep_approximate and spec.selects and not is_private(spec.salt)
+        return approximate(spec.salt) if kept else spec.salt
 
     def outgrown(self, spec: JobSpec) -> tuple[str, bytes] | None:
         """Return the context (salt, tokens) whose rows' scores are needed to cut this job's prompt, if any are."""
@@ -104,7 +111,7 @@ class Cache:
         return Extent(
             extent_id(self.digest, salt, prefix, own),
             salt,
-            "session" if is_private(salt) else "exact",
+            kind_of(salt),
             own,
             len(prefix) // 4,
             self.capacity.file_size(len(own) // 4),

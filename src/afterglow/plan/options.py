@@ -119,7 +119,7 @@ class SchedulerOptions:
     device (0: no layer has one). `small_rows`: extents with fewer rows are merged when a turn has ended (0: none). `shared`:
     there is a tier that other engines share. `shared_pages`: contexts with equal beginnings have pages of the device in common, also with
     jobs that run. `probe_part`: of an extent's bytes, the part that jobs which select read in any case (SPEC). `step_ahead`: a step may be launched before
-    the tokens of the one before it are known.
+    the tokens of the one before it are known. `keep_approximate`: rows of jobs that select are kept, for such jobs alone.
     """
 
     policy: PolicyName = "lru"
@@ -146,3 +146,4 @@ class SchedulerOptions:
     shared_pages: bool = False
     probe_part: float = 0.0
     step_ahead: bool = False
+    keep_approximate: bool = False

@@ -17,10 +17,11 @@ from math import inf
 
 from afterglow.choices import KVSource, Preload, ReadBuffer
 from afterglow.plan.batching.admission import Admission
-from afterglow.plan.batching.batch import Batch, Drafts
+from afterglow.plan.batching.batch import Batch
 from afterglow.plan.batching.commit import Committer, most_repeats
 from afterglow.plan.batching.compaction import Compaction
 from afterglow.plan.batching.compose import StepComposer
+from afterglow.plan.batching.drafts import Drafts
 from afterglow.plan.batching.job import refuse_impossible
 from afterglow.plan.batching.merging import Merging
 from afterglow.plan.batching.queue import RequestQueue

@@ -202,8 +202,7 @@ class Admit:
 class Save(NamedTuple):
     """New rows of a job to be teed, un-rotated, into host slots.
 
-    Rows [job_row, job_row + rows) of the job become rows [draft_row, draft_row + rows) of draft `draft`.
-    `slots` are all slots of the draft so far. A draft becomes an extent when it is sealed (plan's business).
+    Rows [job_row, job_row + rows) of the job become rows [draft_row, draft_row + rows) of draft `draft`, whose slots are `slots` so far.
     """
 
     draft: int
@@ -271,12 +270,13 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A job has left the device: flush its teed rows, then keep its first `rows` rows as retained context
-    `context`, or free them (`context` is None). The same job may be admitted anew, even in the same step."""
+    """A job has left the device: flush its teed rows, carry out `saves`, then keep its first `rows` rows as retained context `context`, or
+    free them (`context` is None). The same job may be admitted anew, even in the same step."""
 
     job: int
     context: int | None
     rows: int
+    saves: tuple[Save, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,6 +115,9 @@ class Executor:
         """The moves of a step begin."""
         for release in step.releases:
             self._flush(release.job, None, now)
+            for save in release.saves:
+                there = self.host_in.carry(save.rows * self.machine.row_bytes, now)
+                self._tell(there, SaveDone(save.draft, save.draft_row, save.rows))
         for move in step.moves:
             if isinstance(move, Load):
                 self.disk_in.ask(move.move, self._probed(move, self._sizes[move.extent]), move.priority, now)

@@ -47,15 +47,18 @@ class Admission:
         if job.origin is not None and (wait := self._revive(job, now)) is not None:
             return wait
         tokens = bytes(job.tokens)
-        match = self.match(job, tokens)
+        match = self.match(job, tokens, job.spec.salt)
         if job.spec.read and job.cut is None and self.is_promised(job, tokens, match.rows):
             self._cache.counters.waits_prefix += not job.waited
             job.waited = True
             return Wait.PREFIX
         context, fellow, device_rows = self.on_device(job, tokens, match)
         selects = job.spec.selects and match.rows and job.length > MIN_ASKING_ROWS and not job.generated
-        if selects and self.decision.selecting_pays(job, beyond(match, device_rows), device_rows, now):
-            return self._select(job, match, may_join, now)
+        if selects:
+            wide = self.match(job, tokens, self._cache.selecting_salt(job.spec))
+            exact, selected = (beyond(each, device_rows) for each in (match, wide))
+            if self.decision.selecting_pays(job, exact, selected, device_rows, now):
+                return self._select(job, wide, may_join, now)
         guarded = dict.fromkeys([*(context.extents if context is not None else ()), *(v.extent for v in match.views)])
         for extent in guarded:  # making room must cost neither the chosen context nor the match
             extent.ref_count += 1
@@ -181,7 +184,7 @@ class Admission:
 
         views = list(takewhile(obtainable, surviving))
         rows = sum(view.stop - view.start for view in views)
-        pays = job.spec.read and rows > self.match(job, bytes(job.tokens)).rows
+        pays = job.spec.read and rows > self.match(job, bytes(job.tokens), job.spec.salt).rows
         if pays and not self.decision.pays(views, rows, now):
             self.decision.probe(views, now)
             pays = False
@@ -215,18 +218,19 @@ class Admission:
         job.origin, job.copies, job.cut = None, [], None
         self._batch.unpin(job)
 
-    def match(self, job: Job, tokens: bytes) -> Match:
+    def match(self, job: Job, tokens: bytes, salt: str) -> Match:
         """Match the tokens but the last one, which has to be computed in any case: there is no other way to logits."""
         if not job.spec.read:
             return NO_MATCH
         last = len(tokens) // 4 - 1
-        return self._cache.match(job.spec.salt, tokens[: 4 * min(last, job.cut if job.cut is not None else last)])
+        return self._cache.match(salt, tokens[: 4 * min(last, job.cut if job.cut is not None else last)])
 
     def is_promised(self, job: Job, tokens: bytes, matched: int) -> bool:
         """Will another job put more of these tokens into the index, so that waiting pays?"""
         limit = len(tokens) // 4 - 1
+        salts = (job.spec.salt, self._cache.selecting_salt(job.spec))
         for other in self._batch.promising():
-            if other.spec.salt != job.spec.salt or other.tokens[:4] != tokens[:4]:
+            if other.salt not in salts or other.tokens[:4] != tokens[:4]:
                 continue  # as nearly always
             rows = other.promised
             if rows > matched:
@@ -355,7 +359,7 @@ class Admission:
         job.hits = (device_rows, gathered - disk - shared, disk, shared)
         if job.cut is not None:  # for want of slots the match was cut short; what lies beyond is cached all the same
             job.cut = None
-            match = self.match(job, bytes(job.tokens))
+            match = self.match(job, bytes(job.tokens), job.spec.salt)
         self._cache.counters.recomputed += match.rows - device_rows - gathered
         why: Reason = "cold"
         if job.spec.read and match.rows < job.length - 1:

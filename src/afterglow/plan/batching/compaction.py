@@ -55,7 +55,7 @@ class Compaction:
         return any(
             common_rows(other.tokens, 0, tokens, 0, other.promised) > known
             for other in others
-            if other.spec.salt == salt and other.tokens[:4] == tokens[:4]
+            if other.salt == salt and other.tokens[:4] == tokens[:4]
         )
 
     def surviving(self, salt: str, tokens: bytes, kept: tuple[Rows, ...]) -> list[View]:

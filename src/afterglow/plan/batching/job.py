@@ -11,7 +11,7 @@ from afterglow.plan.options import UNLIMITED
 from afterglow.plan.prefix.extent import Extent, Key
 from afterglow.plan.prefix.ghosts import Reason
 from afterglow.plan.prefix.index import NO_MATCH, Match
-from afterglow.plan.prefix.salts import client_salt
+from afterglow.plan.prefix.salts import approximate, client_salt
 from afterglow.plan.prefix.truncation import Origin
 from afterglow.plan.step import Gather, JobSpec
 from afterglow.plan.tiers.device import WHOLE, DeviceSegment, Lack
@@ -41,6 +41,7 @@ class Draft:
 
     id: int
     job: Job
+    salt: str
     first_row: int
     slots: tuple[int, ...] = ()
     room: int = 0  # rows that these slots, and one extent, can hold
@@ -152,6 +153,11 @@ class Job:
         session = self.spec.session
         self.owner = (client_salt(self.spec.salt), session) if session is not None else None
         self.conversation = None if self.spec.aside else self.owner
+
+    @property
+    def salt(self) -> str:
+        """Return the salt under which the rows lie that it computes."""
+        return approximate(self.spec.salt) if self.approximate else self.spec.salt
 
     @property
     def length(self) -> int:

@@ -105,8 +105,9 @@ class LoadOrRecompute:
             return []
         return self._fastest(job, views, cold, row, now)[0] or self._tried(views, cold, row)
 
-    def selecting_pays(self, job: Job, views: list[View], row: int, now: float) -> bool:
-        """Is a job's prefill predicted to end sooner where it reads the important rows of these views (SPEC) than where it is exact?
+    def selecting_pays(self, job: Job, views: list[View], selected: list[View], row: int, now: float) -> bool:
+        """Is a job's prefill predicted to end sooner where it reads the important rows of `selected` (SPEC) than where it is exact, with
+        those of `views`? Both come behind its first `row` rows.
 
         Rows in device and host memory are used as they are. Where reading cannot be compared with computing yet, all rows are read,
         which is exact, and from which that is learned. Where it is predicted to end later, that is tried now and then.
@@ -117,8 +118,8 @@ class LoadOrRecompute:
         if not cold or not self._known([views[i] for i in cold]):
             return False
         cost = self._cache.cost
-        prefix = row + sum(view.stop - view.start for view in views)
-        sizes = [views[i].extent.file_bytes for i in cold]
+        prefix = row + sum(view.stop - view.start for view in selected)
+        sizes = [selected[i].extent.file_bytes for i in self._cold(selected, row)]
         selecting = cost.select_from(job.length - prefix, prefix, job.spec.retention, sizes, now)
         longer = selecting - self._fastest(job, views, cold, row, now)[1]
         return longer < 0 or cost.may_select(longer)

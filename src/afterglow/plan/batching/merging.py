@@ -88,7 +88,7 @@ class Merging:
 
     def _parts(self, job: Job, stop: int) -> list[Extent]:
         """Choose the extents at the end of a job's first `stop` tokens that are to be one, in order."""
-        views = self._cache.match(job.spec.salt, bytes(job.tokens[: 4 * stop])).views
+        views = self._cache.match(job.salt, bytes(job.tokens[: 4 * stop])).views
         if not views or views[-1].stop < views[-1].extent.rows:
             return []
         parts = [views[-1].extent]

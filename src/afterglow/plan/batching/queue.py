@@ -16,7 +16,8 @@ from afterglow.plan.batching.job import Job
 from afterglow.plan.cache import Cache
 from afterglow.plan.options import SchedulerOptions
 from afterglow.plan.prefix.extent import Extent, Key
-from afterglow.plan.prefix.truncation import Cut, Origin, is_private
+from afterglow.plan.prefix.salts import is_private
+from afterglow.plan.prefix.truncation import Cut, Origin
 from afterglow.plan.step import Admitted, Emitted, Event, JobSpec
 from afterglow.plan.tiers.policy import POLICIES
 

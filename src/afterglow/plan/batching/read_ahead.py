@@ -64,7 +64,7 @@ class ReadAhead:
         tokens = bytes(job.tokens)
         if not job.spec.read or job.spec.selects or job.origin is not None or job.cut is not None:
             return None, []
-        match = self._admission.match(job, tokens)
+        match = self._admission.match(job, tokens, job.spec.salt)
         if not match.rows or self._admission.is_promised(job, tokens, match.rows):
             return None, []
         row = self._admission.on_device(job, tokens, match)[2]

@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-from afterglow.plan.step import Drop, ExtentRecord, Gather, Load, Move, RowsAhead, Run, Selectable, Step, Store
+from afterglow.plan.step import Drop, ExtentRecord, Gather, Load, Move, RowsAhead, Run, Save, Selectable, Step, Store
 
 
 def step_digest(step: Step) -> str:
@@ -17,7 +17,10 @@ def step_digest(step: Step) -> str:
     """
     values = [
         step.number,
-        [[item.job, item.context, item.rows] for item in step.releases],
+        [
+            [item.job, item.context, item.rows, *([_save_values(item.saves)] if item.saves else [])]
+            for item in step.releases
+        ],
         step.frees,
         [_move_values(move) for move in step.moves],
         step.urged,
@@ -61,9 +64,13 @@ def _run_values(run: Run) -> list[Any]:
             *([admit.fellow] if admit.fellow is not None else []),
         ],
         _gather_values(run.gathers),
-        [[save.draft, save.slots, save.draft_row, save.job_row, save.rows] for save in run.saves],
+        _save_values(run.saves),
         *([run.guessed] if run.guessed else []),
     ]
+
+
+def _save_values(saves: tuple[Save, ...]) -> list[Any]:
+    return [[save.draft, save.slots, save.draft_row, save.job_row, save.rows] for save in saves]
 
 
 def _gather_values(gathers: tuple[Gather, ...]) -> list[Any]:

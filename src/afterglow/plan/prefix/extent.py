@@ -185,9 +185,12 @@ class Node:
         return self.stop - self.start
 
     def key(self) -> bytes:
-        """Return the first token of its edge."""
-        assert self.extent is not None
-        return self.extent.tokens[4 * self.start : 4 * self.start + 4]
+        """Return the first token of its edge, after their salt where approximate rows go on from exact ones."""
+        extent, above = self.extent, self.parent.extent if self.parent is not None else None
+        assert extent is not None
+        first = extent.tokens[4 * self.start : 4 * self.start + 4]
+        goes_apart = extent.kind == "approx" and above is not None and above.kind == "exact"
+        return extent.salt.encode() + first if goes_apart else first
 
     def child(self, first: bytes) -> Node | None:
         """Return the child whose edge begins with a token."""

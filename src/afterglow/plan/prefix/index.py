@@ -4,6 +4,8 @@
     root -- (A, 0, 600) -+- (A, 600, 1024) -- (B, 0, 312)      a node is a view (extent, start, stop);
                          +- (C, 0, 100)                        its edge: the tokens of its rows
 
+Approximate rows (SPEC) hang below the exact rows that they go on from, where only a search for their salt finds them.
+
 Nodes are views of extents, edges their tokens. Splitting a node splits no bytes: both halves view the same extent. The nodes of
 one extent are therefore a chain, with other extents hanging off it. Tokens are bytes (uint32, little-endian), compared slice by
 slice: a Python loop over tokens, or tuples, would cost a hundred times more at 32K tokens.
@@ -18,7 +20,7 @@ from itertools import islice
 from typing import Literal, NamedTuple, TypeAlias
 
 from afterglow.plan.prefix.extent import Extent, Node, Root, View
-from afterglow.plan.prefix.salts import client_salt
+from afterglow.plan.prefix.salts import client_salt, is_approximate
 from afterglow.plan.prefix.shared_prefixes import OPERATOR, SharedPrefixes, may_read, prefix_digest, salt_of, tree_below
 from afterglow.plan.step import ExtentId
 
@@ -44,8 +46,9 @@ def common_rows(a: bytes | bytearray, a_row: int, b: bytes | bytearray, b_row: i
 Place: TypeAlias = tuple[Node, int]  # a place in the tree: so many rows into the edge of the node
 
 
-def descend(place: Place, tokens: bytes, row: int, views: list[View]) -> tuple[Place, int]:
-    """Follow `tokens` from row `row` on, from a place on. Where it ends, and the row of `tokens` reached.
+def descend(place: Place, tokens: bytes, row: int, views: list[View], aside: bytes = b"") -> tuple[Place, int]:
+    """Follow `tokens` from row `row` on, from a place on. Where it ends, and the row of `tokens` reached. `aside`: a salt of approximate
+    rows, which are followed where exact rows end.
 
     It compares extent by extent and not node by node: a path may be split at every token, and as long as the tokens
     are the extent's own, so are the nodes.
@@ -54,6 +57,8 @@ def descend(place: Place, tokens: bytes, row: int, views: list[View]) -> tuple[P
     while True:
         if offset == node.stop - node.start:
             child = node.child(tokens[4 * row : 4 * row + 4])
+            if child is None and aside:
+                child = node.child(aside + tokens[4 * row : 4 * row + 4])
             if child is None:
                 break
             node, offset = child, 0
@@ -188,11 +193,31 @@ class Index:
 
     def _walk(self, salt: str, tokens: bytes, views: list[View]) -> int:
         """Count the known rows of `tokens`, and append their views; from a registered prefix on, if they begin with one."""
+        if is_approximate(salt):
+            return self._walk_aside(salt, tokens, views)
         tree, row = self._enter(salt, tokens, views)
         root = self._roots.get(tree) if tree is not None else None
         if root is not None:
             _, row = descend((root, 0), tokens, row, views)
         return row
+
+    def _walk_aside(self, salt: str, tokens: bytes, views: list[View]) -> int:
+        """Do the same with approximate rows of this salt, wherever they go on from the exact ones: the way that leads farthest."""
+        exact: list[View] = []
+        most, found, row = self._walk(client_salt(salt), tokens, exact), exact, 0
+        for at, view in enumerate(exact):
+            for node in view.extent.nodes:
+                if view.start < node.stop <= view.stop:
+                    fork = row + node.stop - view.start
+                    child = node.child(salt.encode() + tokens[4 * fork : 4 * fork + 4])
+                    if child is not None:
+                        way = [*exact[:at], View(view.extent, view.start, node.stop)]
+                        _, stop = descend((child, 0), tokens, fork, way)
+                        if stop > most:
+                            most, found = stop, way
+            row += view.stop - view.start
+        views += found
+        return most
 
     def _enter(self, salt: str, tokens: bytes, views: list[View]) -> tuple[str | None, int]:
         """Find the tree in which a salt's own rows of these tokens lie, and the rows before it; None, if they are missing."""
@@ -236,13 +261,20 @@ class Index:
         if there is no rest (`duplicate`), if the prefix is not there (`orphan`), or if an extent of its name is in
         another tree, since before a prefix was registered or until then (`elsewhere`). Sets the extent's parent.
         """
+        if is_approximate(extent.salt):
+            before = self.match(extent.salt, prefix_tokens)
+            if not before.rows or 4 * before.rows < len(prefix_tokens):
+                return Inserted("orphan", ())
+            last = before.views[-1]
+            extent.parent, extent.parent_rows = last.extent.id, last.stop
+            return self._hang(extent, locate(last.extent, last.stop))
         views: list[View] = []
         tree: str | None = extent.salt
         rows = 0
-        if self.prefixes and (before := self.prefixes.before(extent.salt, prefix_tokens + extent.tokens)) is not None:
-            if len(prefix_tokens) < len(before.tokens):  # of such rows none are looked for under this salt
+        if self.prefixes and (shared := self.prefixes.before(extent.salt, prefix_tokens + extent.tokens)) is not None:
+            if len(prefix_tokens) < len(shared.tokens):  # of such rows none are looked for under this salt
                 return Inserted("orphan", ())
-            tree, rows = self._enter(extent.salt, before.tokens, views)
+            tree, rows = self._enter(extent.salt, shared.tokens, views)
         root = self._roots.get(tree) if tree is not None else None
         if root is None:
             if tree is None or 4 * rows < len(prefix_tokens):
@@ -257,10 +289,10 @@ class Index:
     def insert_below(self, extent: Extent, parent: Extent, parent_rows: int) -> Inserted:
         """Insert an extent whose parent is known (from the catalog): no walk from the root, no prefix. Below rows of another
         salt it is taken for granted that they are a prefix that was registered."""
-        if extent.salt == parent.salt:
-            return self._hang(extent, locate(parent, parent_rows))
-        if not may_read(extent.salt, parent.salt):
+        if extent.salt != parent.salt and not may_read(extent.salt, parent.salt):
             return Inserted("orphan", ())
+        if extent.salt == parent.salt or is_approximate(extent.salt):
+            return self._hang(extent, locate(parent, parent_rows))
         tree = tree_below(extent.salt, self._digest(parent, parent_rows))
         root = self._roots.get(tree)
         if root is None:
@@ -290,7 +322,8 @@ class Index:
 
     def _hang(self, extent: Extent, place: Place) -> Inserted:
         views: list[View] = []
-        (parent, reached), rows = descend(place, extent.tokens, 0, views)
+        aside = extent.salt.encode() if is_approximate(extent.salt) else b""
+        (parent, reached), rows = descend(place, extent.tokens, 0, views, aside)
         holders = tuple(dict.fromkeys(view.extent for view in views)) if views else ()
         stop = extent.rows
         if rows == stop:
@@ -366,7 +399,8 @@ class Index:
                     assert child.parent is node
                     assert node.child(child.key()) is child
                     assert 0 <= child.start < child.stop <= child.extent.rows
-                    assert child.extent.salt == salt
+                    apart = child.extent.kind == "approx" and may_read(child.extent.salt, salt)
+                    assert child.extent.salt == salt or apart
                     seen.setdefault(child.extent, []).append(child)
         assert {extent.id: extent for extent in seen} == self.extents
         for extent, nodes in seen.items():

@@ -3,6 +3,7 @@
     ""                       rows of requests without an API key and without a `cache_salt`
     TENANT.SALT              a tenant's, under one of its salts; either part may be empty
     TENANT.SALT~EPOCH        what survived a truncation there (see `truncation`)
+    TENANT.SALT~approximate  rows that were computed over a selection of the rows before them (SPEC); they go on from rows there
 
 Both parts are digests: no key and no secret of a client is in them. The tenant is named apart, so that quotas, pins and a
 tenant's reset find all that is its own, over restarts too. A salt without a dot is its own tenant (a library's).
@@ -11,6 +12,10 @@ tenant's reset find all that is its own, over restarts too. A salt without a dot
 from __future__ import annotations
 
 import hashlib
+
+from afterglow.plan.step import Kind
+
+_APPROXIMATE = "~approximate"
 
 
 def salt_name(salt: str) -> str:
@@ -27,6 +32,26 @@ def earlier_name(salt: str) -> str:
 def everything_of(tenant: str) -> str:
     """Return the value for `covers` that means all rows of one tenant, as callers write the tenant."""
     return f"{_digest(tenant)}.*"
+
+
+def approximate(salt: str) -> str:
+    """Return the salt of the approximate rows that go on from rows under a client's salt."""
+    return salt + _APPROXIMATE
+
+
+def is_approximate(salt: str) -> bool:
+    """Tell whether rows under this salt were computed over a selection of the rows before them."""
+    return salt.endswith(_APPROXIMATE)
+
+
+def is_private(salt: str) -> bool:
+    """Do rows under this salt depend on more than the tokens before them?"""
+    return "~" in salt
+
+
+def kind_of(salt: str) -> Kind:
+    """Return what extents under a salt are."""
+    return "approx" if is_approximate(salt) else "session" if is_private(salt) else "exact"
 
 
 def client_salt(salt: str) -> str:

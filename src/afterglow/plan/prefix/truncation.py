@@ -34,11 +34,6 @@ HEAD_TOKENS = 16  # tokens that conversations mostly differ in, if they do not b
 SINK_TOKENS = 4  # first tokens that attention leans on whatever they say
 
 
-def is_private(salt: str) -> bool:
-    """Do rows under this salt depend on tokens that are not before them?"""
-    return "~" in salt
-
-
 @dataclass(frozen=True, slots=True)
 class Epoch:
     """A truncation. `rows`: untruncated tokens when it happened; `dropped`: those left out, for this `reason`."""

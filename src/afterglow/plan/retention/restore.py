@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from afterglow.plan.prefix.extent import Extent
 from afterglow.plan.prefix.index import Index
-from afterglow.plan.prefix.truncation import is_private
+from afterglow.plan.prefix.salts import kind_of
 from afterglow.plan.step import ExtentId, ExtentRecord
 from afterglow.plan.tiers.placement import Placement
 
@@ -219,11 +219,7 @@ def _extent(record: ExtentRecord, parent: Extent | None, first_row: int, serial:
 
 
 def _insert(extent: Extent, parent: Extent | None, index: Index) -> bool:
-    if (
-        extent.kind != ("session" if is_private(extent.salt) else "exact")
-        or not extent.rows
-        or extent.id in index.extents
-    ):
+    if extent.kind != kind_of(extent.salt) or not extent.rows or extent.id in index.extents:
         return False
     if parent is None:
         return index.insert(extent, b"").outcome == "inserted"

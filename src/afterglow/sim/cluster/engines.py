@@ -17,8 +17,9 @@ from typing import Any
 
 from afterglow.plan.prefix.extent import Extent
 from afterglow.plan.prefix.published import MIN_LOOKUP_ROWS
+from afterglow.plan.prefix.salts import kind_of
 from afterglow.plan.prefix.shared_way import forks
-from afterglow.plan.prefix.truncation import Cut, is_private
+from afterglow.plan.prefix.truncation import Cut
 from afterglow.plan.retention.shared_room import LastUses, SharedRoom, is_used_again
 from afterglow.plan.stats import Counters
 from afterglow.plan.step import Event, Step
@@ -153,7 +154,7 @@ class SharingEngine(SimulatedEngine):
         ends = [each.published.expires for each in found if each.published.expires]
         extents = [
             Extent(
-                each.published.id, salt, "session" if is_private(salt) else "exact", each.tokens, each.published.first_row,
+                each.published.id, salt, kind_of(salt), each.tokens, each.published.first_row,
                 self.scheduler.cache.capacity.file_size(each.published.rows), now, 0,
             )
             for each in found

@@ -21,7 +21,16 @@ def rates(found: Found) -> str:
         for row in found["rows"]
     ]
     first = f"{found['history']:,} tokens of history, {found['model']}: in"
-    head = (first, "MB/s", "all loaded, ms", "all recomputed", "chosen", "chosen / better way", "rows loaded", "A/A")
+    head = (
+        first,
+        "MB/s",
+        "all loaded, ms",
+        "all recomputed",
+        "chosen",
+        "chosen / better way",
+        "rows loaded",
+        "chosen twice: differs by",
+    )
     return markdown(head, lines)
 
 

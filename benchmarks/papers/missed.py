@@ -35,14 +35,14 @@ def section(paper: str) -> str:
 
 
 def _paragraphs(goals: list[tuple[str, Found]]) -> Iterator[str]:
-    groups: dict[Missed, list[Found]] = {}
+    groups: dict[Missed, list[tuple[str, Found]]] = {}
     for file, goal in goals:
         entry = explanation(file, goal["name"])
         if entry is not None:
-            groups.setdefault(entry, []).append(goal)
+            groups.setdefault(entry, []).append((file, goal))
     for entry, of in groups.items():
-        links = ", ".join(page_goals.link(file) for file in entry.files)
-        yield f"**{entry.what}** ({links}): {_values(of)}.\n"
+        links = ", ".join(dict.fromkeys(page_goals.link(file) for file, _ in of))
+        yield f"**{entry.what}** ({links}): {_values([goal for _, goal in of])}.\n"
         yield "".join(entry.lines(page_goals.read(entry.files[0])))
 
 

@@ -16,7 +16,7 @@ PRINTED_LOSS = {
 
 
 def attncache(model: str, found: Found) -> str:
-    """AttnCache's tables 1 and 2: means over the tasks of what was chosen on the validation part. Means of all maps are shown where
+    """Make AttnCache's tables 1 and 2: means over the tasks of what was chosen on the validation part. Means of all maps are shown where
     AttnCache hits."""
     methods: dict[str, list[Found]] = {}
     every = found["rows"]
@@ -30,7 +30,7 @@ def attncache(model: str, found: Found) -> str:
 
     def mean(rows: list[Found], key: str, form: str) -> str:
         values = [row[key] for row in rows if row.get(key) is not None]
-        return form.format(sum(values) / len(values)) if len(values) == len(rows) else ""
+        return form.format(fmean(values)) if len(values) == len(rows) else ""
 
     def losses(rows: list[Found]) -> str:
         values = [row["loss"] for row in rows]
@@ -56,7 +56,7 @@ def attncache(model: str, found: Found) -> str:
 
 
 def small_models() -> str:
-    """Whole passes of small models with maps: from which hit rate on they are faster, and by how much at some."""
+    """Show whole passes of small models with maps: from which hit rate on they are faster, and by how much at some."""
     rows = read("attncache_small")["rows"]
     kinds = ("model", "weights", "tokens")
     gains = {(*(r[c] for c in kinds), r["hit_rate"]): f"{r['pass']:.2f}" for r in rows if r["what"] == "pass"}
@@ -70,7 +70,7 @@ def small_models() -> str:
 
 
 def carry_over(found: Found) -> str:
-    """What thresholds promise and cost on tasks that they were not calibrated on: ranges over all tasks."""
+    """Show what thresholds promise and cost on tasks that they were not calibrated on: ranges over all tasks."""
     lines = []
     for threshold, beyond in sorted(beyond_promise(found, "another").items(), reverse=True):
         rows = [row for row in found["rows"] if row["threshold"] == threshold]

@@ -10,7 +10,7 @@ from benchmarks.papers.page_simulated import Found, markdown
 
 
 def overflow_perplexity() -> str:
-    """Table 1, through the engine."""
+    """Make table 1, through the engine."""
     found = read("overflow")
     lines = []
     for row in found["rows"]:
@@ -33,7 +33,7 @@ def overflow_perplexity() -> str:
 
 
 def overflow_drift() -> str:
-    """CA over TT, overflow by overflow."""
+    """Show CA over TT, overflow by overflow."""
     found = read("overflow")
     rows = [row for row in found["rows"] if row["table"] == "perplexity"]
     last = found["settings"]["overflows"]
@@ -42,7 +42,7 @@ def overflow_drift() -> str:
 
 
 def overflow_accuracy() -> str:
-    """Table 2, through the engine."""
+    """Make table 2, through the engine."""
     found = read("overflow")
     arms = ("CA", "TT", "NKVT", "none")
     lines = []
@@ -70,7 +70,7 @@ def pair(of: Found, digits: int) -> str:
 
 
 def relay_gains() -> str:
-    """What relay serves beside its alternatives, and what the paper has."""
+    """Show what relay serves beside its alternatives, and what the paper has."""
     lines = []
     for name, figure in (("relay_engine", "6"), ("relay_mmlu", "Table 3"), ("relay_fixed", "8")):
         for row in read(name)["rows"]:
@@ -92,7 +92,7 @@ def relay_gains() -> str:
 
 
 def relay_rates() -> str:
-    """Fig. 7 on the engine."""
+    """Show Fig. 7 on the engine."""
     groups: dict[tuple[int, float], dict[str, Found]] = {}
     for row in read("relay_rate")["rows"]:
         groups.setdefault((row["prefix"], row["offered"]), {})[row["way"]] = row
@@ -111,7 +111,7 @@ def relay_rates() -> str:
 
 
 def spec_io() -> str:
-    """SPEC's figures of time and bytes."""
+    """Show SPEC's figures of time and bytes."""
     files = [read(name) for name in ("importance_io", "importance_wide")]
     spreads = {run["run"]: run["spread_ttft"] for found in files for run in found.get("runs", ())}
     lines = [
@@ -133,7 +133,7 @@ def spec_io() -> str:
 
 
 def spec_means(found: Found) -> str:
-    """Rows by share and by attention, each without and with means of what is left out."""
+    """Show rows by share and by attention, each without and with means of what is left out."""
     pairs: dict[tuple[str, str, str], dict[bool, Found]] = {}
     for row in found["rows"]:
         arm = row["arm"].removesuffix(", means")

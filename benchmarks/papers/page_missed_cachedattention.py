@@ -9,7 +9,7 @@ from benchmarks.papers.page_simulated import Found
 
 
 def _history(found: Found) -> Mapping[str, str]:
-    """What history is worth to the bundled model: its perplexity without any, over that with it."""
+    """Say what history is worth to the bundled model: its perplexity without any, over that with it."""
     ratios = {
         row["text"]: row["ratio"]["none"]["value"]
         for row in found["rows"]
@@ -32,7 +32,7 @@ def _saving(found: Found) -> Mapping[str, str]:
 
 
 def _disk(found: Found) -> Mapping[str, str]:
-    """Microseconds for an extent of 64 rows, one thread: the plain loops', and ours."""
+    """Count microseconds for an extent of 64 rows, one thread: the plain loops', and ours."""
 
     def microseconds(what: str) -> tuple[str, str, str]:
         (row,) = [r for r in found["rows"] if (r["what"], r["rows"], r["threads"]) == (what, 64, 1)]

@@ -13,7 +13,7 @@ SIMULATED, OPERATORS = "papers_cachedattention", "sim_operators"
 
 
 def _relay(found: Found) -> Mapping[str, str]:
-    """What a layer's attention gains with as many KV heads as the served model has, and with 12."""
+    """Say what a layer's attention gains with as many KV heads as the served model has, and with 12."""
     rows = {
         row["kv_heads"]: row["seconds"]
         for row in read("relay_operator")["rows"]
@@ -43,7 +43,7 @@ def _noise(found: Found) -> Mapping[str, str]:
 
 
 def _hits(found: Found) -> Mapping[str, str]:
-    """Shares of hits and points lost, means over the tasks, of what was chosen on the other pairs."""
+    """Take shares of hits and points lost, means over the tasks, of what was chosen on the other pairs."""
 
     def mean(method: str, key: str) -> float:
         return fmean(row[key] for row in found["rows"] if row["chosen"] and row["method"] == method)
@@ -58,7 +58,7 @@ def _hits(found: Found) -> Mapping[str, str]:
 
 
 def _by_layer(found: Found) -> Mapping[str, str]:
-    """AttnCache-f's losses by threshold, and those of LazyFormer and SAN."""
+    """Take AttnCache-f's losses by threshold, and those of LazyFormer and SAN."""
     rows = found["rows"]
 
     def mean(method: str, key: str, threshold: float | None = None) -> float:
@@ -81,7 +81,7 @@ def _beyond(found: Found) -> Mapping[str, str]:
 
 
 def _varied(found: Found) -> Mapping[str, str]:
-    """What varied assumptions give, of 13B with ATC's conversations."""
+    """Say what varied assumptions give, of 13B with ATC's conversations."""
     value = {row["what"]: row["simulated"] for row in found["rows"] if row["figure"] == "sensitivity"}
     scale = {
         row["what"]: row["simulated"] for row in found["rows"] if row["figure"] == "scale" and row["paper"] == "ATC"

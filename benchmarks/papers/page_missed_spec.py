@@ -16,7 +16,7 @@ LARGER = "Larger models, whose attention lies on fewer rows: the paper's have 6.
 
 
 def _of_texts(found: Found, text: str, key: str) -> dict[tuple[str, str, float], str]:
-    """Values in % by protocol, mode and share of the rows."""
+    """Take values in % by protocol, mode and share of the rows."""
     return {
         (row["protocol"], row["mode"], row["retention"]): f"{row[key]['value']:.0f}"
         for row in found["rows"]

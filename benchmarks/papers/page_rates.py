@@ -8,7 +8,7 @@ from benchmarks.papers.page_simulated import Found, markdown
 
 
 def rates(found: Found) -> str:
-    """Each rate of each tier: both pure ways, and the engine's choice."""
+    """Show each rate of each tier: both pure ways, and the engine's choice."""
     lines = [
         (
             row["tier"],
@@ -35,7 +35,7 @@ def rates(found: Found) -> str:
 
 
 def changes(found: Found) -> str:
-    """The run whose rate changes: what was chosen, phase by phase."""
+    """Show the run whose rate changes: what was chosen, phase by phase."""
     lines = [
         (
             change["tier"],
@@ -80,5 +80,5 @@ def sweep_lines(rows: Sequence[Found]) -> Iterator[list[str]]:
 
 
 def sweep(found: Found) -> str:
-    """SPEC's sweep."""
+    """Show SPEC's sweep."""
     return markdown(SWEEP, list(sweep_lines(found["rows"])))

@@ -36,8 +36,8 @@ MADE = "†"
 
 
 def goal_lines(source: Source, found: Found) -> list[Sequence[str]]:
-    """A line for each goal about a file."""
-    lines = []
+    """Make a line for each goal about a file."""
+    lines: list[Sequence[str]] = []
     for goal in goals_of(source.file, found):
         kind = counts(goal["name"])
         judged = verdict(goal).replace("MISSED", "**missed**")
@@ -55,7 +55,7 @@ def goal_lines(source: Source, found: Found) -> list[Sequence[str]]:
 
 
 def measured(paper: str) -> str:
-    """All goals that were measured for a paper: a folded table for each file."""
+    """Show all goals that were measured for a paper: a folded table for each file."""
     return "\n".join(_folded(source) for source in sources(paper))
 
 
@@ -89,6 +89,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "overflow: perplexity": page_measured.overflow_perplexity,
     "overflow: drift": page_measured.overflow_drift,
     "overflow: accuracy": page_measured.overflow_accuracy,
+    "times: in words": page_prose.times,
     "load or recompute: rates": partial(_when_measured, page_rates.rates, "tier_rates"),
     "load or recompute: changes": partial(_when_measured, page_rates.changes, "tier_rates"),
     "relay gains": page_measured.relay_gains,

@@ -24,7 +24,7 @@ def overflow_perplexity() -> str:
                     *(f"{of[arm]:.2f}" for arm in ("CA", "TT", "NKVT", "OF", "none")),
                     pair(row["ratio"]["CA"], 4),
                     pair(row["ratio"]["NKVT"], 1),
-                    f"{abs(row['ratio']['OF']['value'] - 1):.1e}",
+                    f"{abs(row['ratio']['OF']['value'] - 1):.1g}",
                 )
             )
     head = f"{title(found)}: perplexity | parts | tokens | CA | TT | NKVT | OF | nothing | CA / TT | NKVT / TT | OF apart from TT"

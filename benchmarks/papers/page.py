@@ -19,7 +19,7 @@ PAGE = "docs/papers.md"
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """The command. The exit code of --check is 1 where a table is stale."""
+    """Run the command. The exit code of --check is 1 where a table is stale."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="name stale tables; exit code 1 if there are any")
     path = ROOT / PAGE

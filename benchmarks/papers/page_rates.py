@@ -8,7 +8,7 @@ from benchmarks.papers.page_simulated import Found, markdown
 
 
 def rates(found: Found) -> str:
-    """Each rate of each tier: both pure ways, and the engine's choice."""
+    """Show each rate of each tier: both pure ways, and the engine's choice."""
     lines = [
         (
             row["tier"],
@@ -21,12 +21,21 @@ def rates(found: Found) -> str:
         for row in found["rows"]
     ]
     first = f"{found['history']:,} tokens of history, {found['model']}: in"
-    head = (first, "MB/s", "all loaded, ms", "all recomputed", "chosen", "chosen / better way", "rows loaded", "A/A")
+    head = (
+        first,
+        "MB/s",
+        "all loaded, ms",
+        "all recomputed",
+        "chosen",
+        "chosen / better way",
+        "rows loaded",
+        "chosen twice: differs by",
+    )
     return markdown(head, lines)
 
 
 def changes(found: Found) -> str:
-    """The run whose rate changes: what was chosen, phase by phase."""
+    """Show the run whose rate changes: what was chosen, phase by phase."""
     lines = [
         (
             change["tier"],
@@ -71,5 +80,5 @@ def sweep_lines(rows: Sequence[Found]) -> Iterator[list[str]]:
 
 
 def sweep(found: Found) -> str:
-    """SPEC's sweep."""
+    """Show SPEC's sweep."""
     return markdown(SWEEP, list(sweep_lines(found["rows"])))

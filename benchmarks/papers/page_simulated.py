@@ -22,8 +22,12 @@ FITTED_FIGURES = {"2", "4", "19", "20"}
 NUMBER = re.compile(r"\d[\d.,]*[KM]?(?<!,)")
 
 
+NOTHING = re.compile(r"-(0\.0+)(?!\d)")  # what is below 0 by less than its last digit
+
+
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(line)} |\n" for line in (head, *rows)]
+    """Make a table."""
+    lines = [NOTHING.sub(r"\1", f"| {' | '.join(line)} |\n") for line in (head, *rows)]
     return lines[0] + "|---" * len(head) + "|\n" + "".join(lines[1:])
 
 
@@ -39,7 +43,7 @@ def counts_of(row: Row) -> str:
 
 
 def evaluation(found: Found, paper: str) -> str:
-    """CachedAttention's figures, or AttentionStore's: a line for all models, and one for the orders that a figure shows."""
+    """Show CachedAttention's figures, or AttentionStore's: a line for all models, and one for the orders that a figure shows."""
     groups: dict[tuple[str, str, int | None], list[Row]] = {}
     orders: dict[tuple[str, str], list[Row]] = {}
     for row in found["rows"]:
@@ -86,7 +90,7 @@ ASSUMED = ("lookahead, hits %", "lru, hits %", "device time, x", "cost, less %")
 
 
 def varied(found: Found, measures: Sequence[str]) -> str:
-    """What the papers leave open, varied: a line for each variant that has all these measures."""
+    """Show what the papers leave open, varied: a line for each variant that has all these measures."""
     variants: dict[str, dict[str, Row]] = {}
     for row in found["rows"]:
         if row["figure"] == "sensitivity":
@@ -102,7 +106,7 @@ def varied(found: Found, measures: Sequence[str]) -> str:
 
 
 def operators(found: Found, paper: str) -> str:
-    """The operator models' rows of one paper that print a value; numbers that differ between joined rows stand side by side."""
+    """Show the operator models' rows of one paper that print a value; numbers that differ between joined rows stand side by side."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in found["rows"]:
         if row["figure"].startswith(paper) and row["note"] != "sensitivity" and row["paper"] not in ("", "not printed"):
@@ -143,7 +147,7 @@ def _joined(names: Sequence[str]) -> str:
 
 
 def operator_goals(found: Found) -> str:
-    """Goals of all operator models."""
+    """Show the goals of all operator models."""
     lines = [
         (
             goal["name"],

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.papers import page_rates, page_tables
+from benchmarks.papers import page_goals, page_rates, page_tables
 from benchmarks.papers.spec import io, sweep
 from benchmarks.papers.spec.io_variants import AGAIN, BASE, SPEC, WHOLE, Work
 from benchmarks.papers.spec.sweep import AUTO, POINTS, QUICK, RECOMPUTE, Kept, Point, goals, summary
@@ -173,7 +173,7 @@ def test_a_run_that_was_stopped_goes_on(
 
 
 def test_the_page_has_a_line_for_each_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(page_goals, "RESULTS", tmp_path)
     assert page_tables.table("spec sweep").startswith("Not measured yet: `importance_sweep.json`")
     rows = [row(), row(Point(sweep.REAL_NAME, 4096), None) | {"agreement": {"spec": 81.25, "h2o": 90.0}}]
     (tmp_path / "importance_sweep.json").write_text(json.dumps({"rows": rows}))

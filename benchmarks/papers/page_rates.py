@@ -82,3 +82,20 @@ def sweep_lines(rows: Sequence[Found]) -> Iterator[list[str]]:
 def sweep(found: Found) -> str:
     """Show SPEC's sweep."""
     return markdown(SWEEP, list(sweep_lines(found["rows"])))
+
+
+def renewal(found: Found) -> str:
+    """Show what a decoded token takes where it selects anew."""
+    lines = [
+        (
+            row["model"],
+            row["variant"],
+            f"{row['ttft_ms']:,.0f}",
+            f"{row['token_ms']:,.1f}",
+            f"{row['token_ratio']:.2f}",
+            f"{row['token_mb']:.2f}",
+        )
+        for row in found["rows"]
+    ]
+    first = f"behind {found['tokens']:,} tokens, {found['retention']:.0%} selected, {found['mb_per_s']:,} MB/s: model"
+    return markdown((first, "way", "TTFT, ms", "a decoded token, ms", "of SPEC's way", "read, MB a token"), lines)

@@ -101,6 +101,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "spec means": partial(_when_measured, page_measured.spec_means, "importance_means"),
     "spec sweep: in words": partial(_when_measured, page_prose.spec_sweep, "importance_sweep"),
     "spec sweep": partial(_when_measured, page_rates.sweep, "importance_sweep"),
+    "spec renewal": partial(_when_measured, page_rates.renewal, "importance_renew"),
     "attncache": partial(_when_measured, partial(page_attncache.attncache, "MiniLM"), "attncache_sts"),
     "attncache: decoder": partial(
         _when_measured, partial(page_attncache.attncache, "SmolLM2-135M"), "attncache_decoder"

@@ -140,6 +140,7 @@ class Bench:
 
     device = torch.device("cpu")
     cold = False  # do whole prefixes come from disk each time
+    reply = 1  # tokens
 
     def __init__(
         self,
@@ -174,8 +175,7 @@ class Bench:
         )
         config = EngineConfig(
             cache=tiers, threads=self.options.threads, importance=1.0, importance_share=0.0, importance_exact="never",
-            importance_renew=0, reorder_interval=0.0, max_batch=1,
-            max_model_len=self.window, **self.config,
+            reorder_interval=0.0, max_batch=1, max_model_len=self.window, **{"importance_renew": 0, **self.config},
         )  # fmt: skip
         engine = Engine.load(self.model, config, throttle=throttle)
         engine.start()
@@ -312,14 +312,17 @@ class Bench:
                 assert isinstance(selecting, Traced)
                 sums = stretched(self.recorded[at], number, self.shape.layers, self.shape.groups, self.sizes[at], at)
                 selecting.sums = [layer.to(self.device) for layer in sums]
+            selecting.renew = variant.renew
             selecting.rules = replace(selecting.rules, force="fallback" if variant.kind == "keys" else "no")
             loader = _loader(engine)
             loader.cache, loader.stats, loader.prior = asking.shelf, asking.stats, variant.prior
         if self.cold and variant.kind in ("all", "auto"):
             engine.demote("disk")
         before, waited, selections = _read(engine), asking.stats.waited, asking.stats.requests
-        turn = asked(engine, prompt, **options)
+        turn = asked(engine, prompt, self.reply, **options)
         asking.times.append(turn.ttft)
+        if self.reply > 1:
+            asking.tokens.append((turn.last - turn.first) / (self.reply - 1))
         asking.ways.append(way_of(asking.stats.requests > selections, turn.cached.total, self.sizes[at]))
         asking.read_bytes += _read(engine) - before
         asking.waited.append(asking.stats.waited - waited)

@@ -38,6 +38,7 @@ def _row(asked: Asked) -> dict[str, Any]:
         "ttft_ms": round(1e3 * statistics.mean(times), 1),
         "median_ms": round(1e3 * statistics.median(times), 1),
         "p99_ms": round(1e3 * max(times), 1),
+        **({"token_ms": round(1e3 * statistics.median(asked.tokens), 1)} if asked.tokens else {}),
         "wait_ms": round(1e3 * statistics.mean(asked.waited), 1),
         "read_mb": round(asked.read_bytes / 1e6 / count, 1),
         "device_hits": round(rows["device"] / wanted, 3),

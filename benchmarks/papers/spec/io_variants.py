@@ -78,13 +78,15 @@ Kind = Literal["recompute", "all", "keys", "probes", "auto"]
 
 @dataclass(frozen=True)
 class Variant:
-    """`keys`: all keys are read, and important values; `probes`: probe heads' keys first; `auto`: the engine chooses."""
+    """`keys`: all keys are read, and important values; `probes`: probe heads' keys first; `auto`: the engine chooses. `renew`: decoded
+    tokens after which a reply selects anew; 0: never."""
 
     name: str
     kind: Kind
     policy: str = "lfu"
     reorder: bool = False
     prior: Prior = "none"
+    renew: int = 0
 
 
 VARIANTS = [
@@ -156,6 +158,7 @@ class Asked:
     stats: ImportanceStats = field(default_factory=ImportanceStats)
     times: list[float] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)  # seconds of a decoded token, by request
     ways: list[Way] = field(default_factory=list)  # that the engine took
     read_bytes: int = 0
     warm_rows: dict[Place, int] = field(default_factory=dict)
@@ -167,3 +170,4 @@ class Asked:
         self.times.clear()
         self.ways.clear()
         self.waited.clear()
+        self.tokens.clear()

@@ -185,11 +185,17 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _options(args: Sequence[str] | None) -> argparse.Namespace:
-    parser = arguments("python -m benchmarks.papers.spec.sweep", __doc__ or "")
+def arguments_with_data(command: str, about: str) -> argparse.ArgumentParser:
+    """Make the parser of a benchmark that takes texts from a folder."""
+    parser = arguments(command, about)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     data = os.environ.get("AFTERGLOW_DATA")
     parser.add_argument("--data", type=Path, default=data and Path(data), metavar="DIR", help="with wikitext2/")
+    return parser
+
+
+def _options(args: Sequence[str] | None) -> argparse.Namespace:
+    parser = arguments_with_data("python -m benchmarks.papers.spec.sweep", __doc__ or "")
     parser.add_argument("--only", default="", metavar="TEXT", help="only points whose names hold this")
     return parser.parse_args(args)
 
@@ -200,7 +206,7 @@ def _measure(points: list[Point], kept: Kept, options: argparse.Namespace) -> No
     real = first.shape == REAL_NAME
     with tempfile.TemporaryDirectory(prefix="afterglow-bench-") as folder:
         if real:
-            model, tokens = find_model(REAL), _tokens(options)
+            model, tokens = find_model(REAL), wikitext(options)
             spec = load_model(model).spec
             shape = replace(
                 _HEADS64, head_dim=spec.head_dim, layers=spec.layers, heads=spec.heads, kv_heads=spec.kv_heads
@@ -311,7 +317,7 @@ def goals(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def _tokens(options: argparse.Namespace) -> list[int]:
+def wikitext(options: argparse.Namespace) -> list[int]:
     """WikiText-2 as SmolLM2 reads it. Raises: AfterglowError, OSError."""
     path = (options.data or Path("no --data and no AFTERGLOW_DATA")) / "wikitext2" / "wiki.test.raw"
     text = path.read_text(encoding="utf-8")

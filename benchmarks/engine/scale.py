@@ -196,7 +196,9 @@ def measured(folder: Path, seed: int) -> Told:
         file_bytes=tuple(LAYOUT.file_bytes(64 * blocks) for blocks in range(1, 17)),
         layers=LAYOUT.layers,
     )
-    scheduler = Scheduler(capacity, SchedulerOptions(digest=DIGEST))
+    scheduler = Scheduler(
+        capacity, SchedulerOptions(policy="lookahead", digest=DIGEST)
+    )  # the policy is the default one of a server
     restored = time.perf_counter()
     with undisturbed():
         useless = scheduler.restore(records, 2e9)

@@ -2,7 +2,8 @@
 
 A conversation's history lies on a disk that is made slow, so that loading it takes longer than computing the new turn, by
 the ratio of the paper's Figure 19. Another request runs before it. Variants: loading all before computing (no pre-loading),
-layer by layer when its turn comes (PL-B0), and with the first k layers loaded while the other request runs (PL-Bk).
+layer by layer when its turn comes (PL-B0), and with the first k layers loaded while the other request runs (PL-Bk). The engine also chooses k itself,
+by the paper's formula or the exact one, from what it has measured (`--read-buffer paper`, `auto`).
 
 Then the disk as it is: time to first token with the history on disk, against the bound of layer-wise loading, which is the longer of
 loading and computing, and one layer of the other. Histories of 1,024 and 2,048 tokens, of `bench-100m` and of a 1.1 B shape in Q4_0.
@@ -22,6 +23,7 @@ from typing import Any, Literal
 
 from afterglow.bench.report import COUNTED, arguments, finish, goal, show, spread
 from afterglow.bench.timed_requests import ask, asked, words
+from afterglow.choices import ReadBuffer, ReadBufferForm
 from afterglow.engine.engine import Engine
 from afterglow.plan.tiers.buffers import read_buffer_layers
 from afterglow.store.extents.throttle import Throttle
@@ -34,6 +36,7 @@ PAPER_LAYERS = 40
 HISTORY, NEW = 1024, 100
 TIERS: tuple[Literal["host", "disk"], ...] = ("host", "disk")
 HISTORIES = (1024, 2048)  # on the disk as it is
+FORMS: dict[str, ReadBufferForm] = {"PL, the paper's formula": "paper", "PL, the exact formula": "auto"}
 BEFORE = 320  # tokens of the request before, which computes for longer than the history loads
 
 
@@ -147,8 +150,12 @@ def _paper() -> list[dict[str, Any]]:
 def _predicted(variant: str, layers: int, computing: float, loading: float) -> float:
     if variant == "no pre-loading":
         return computing + loading
-    buffered = int(variant.removeprefix("PL-B"))
-    return computing + stall(layers, loading / layers, computing / layers, buffered)
+    load, compute = loading / layers, computing / layers
+    if variant in FORMS:
+        buffered = read_buffer_layers(layers, load, compute, exact=FORMS[variant] == "auto")
+    else:
+        buffered = int(variant.removeprefix("PL-B"))
+    return computing + stall(layers, load, compute, buffered)
 
 
 def _computing(engine: Engine, rng: random.Random, repeats: int) -> float:
@@ -188,7 +195,7 @@ def _variants(
     engine: Engine, rng: random.Random, buffers: list[int], repeats: int, computing: float, loading: float
 ) -> list[dict[str, Any]]:
     """All variants, taking turns on one engine."""
-    variants: dict[str, int | None] = {"no pre-loading": None} | {f"PL-B{k}": k for k in buffers}
+    variants: dict[str, ReadBuffer] = {"no pre-loading": None, **{f"PL-B{k}": k for k in buffers}, **FORMS}
     found: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(repeats + 1):
         for name, buffered in variants.items():

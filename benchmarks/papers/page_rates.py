@@ -53,7 +53,7 @@ def changes(found: Found) -> str:
 
 
 SWEEP = (
-    "model", "tokens", "MB/s", "chunk", "TTFT, ms: recompute", "load all", "H2O, LFU", "SPEC", "auto", "auto took", "auto / fastest",
+    "model", "tokens", "MB/s", "chunk", "caches, % of the data", "TTFT, ms: recompute", "load all", "H2O, LFU", "SPEC", "auto", "auto took", "auto / fastest",
     "waiting, ms: H2O", "SPEC", "read, MB: all", "H2O", "SPEC", "identification, %", "tokens as with all rows, %", "repeats differ by",
 )  # fmt: skip
 
@@ -67,6 +67,7 @@ def sweep_lines(rows: Sequence[Found]) -> Iterator[list[str]]:
             f"{row['tokens']:,}",
             f"{row['mb_per_s']:,}",
             str(row["chunk"]),
+            str(row.get("caches", 15)),
             "" if row["recompute_ms"] is None else f"{row['recompute_ms']:,.0f}",
             *(f"{arm['ttft_ms']:,.0f}" for arm in (whole, base, spec, auto)),
             ", ".join(f"{way} {count}" for way, count in row["auto_ways"].items()),

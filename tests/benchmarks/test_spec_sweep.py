@@ -97,7 +97,8 @@ def test_points_with_the_same_files_follow_each_other() -> None:
     for points in (POINTS, QUICK):
         files = [key for key, _ in itertools.groupby(points, key=lambda point: point.files)]
         assert len(files) == len(set(files))
-        engines = [key for key, _ in itertools.groupby(points, key=lambda point: (point.files, point.chunk))]
+        kept = itertools.groupby(points, key=lambda point: (point.files, point.chunk, point.caches))
+        engines = [key for key, _ in kept]
         assert len(engines) == len(set(engines))
         assert len(points) == len(set(points))
     assert Point("x", 1, chunk=256).files == Point("x", 1).files != Point("x", 1, chunk=32).files
@@ -179,11 +180,11 @@ def test_the_page_has_a_line_for_each_point(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "importance_sweep.json").write_text(json.dumps({"rows": rows}))
     lines = page_tables.table("spec sweep").splitlines()
     assert len(lines) == 4
-    assert lines[2].startswith("| heads64 | 8,192 | 200 | 64 | 9,000 | 1,000 | 800 | 400 | 500 | select 8 | 1.25 |")
+    assert lines[2].startswith("| heads64 | 8,192 | 200 | 64 | 15 | 9,000 | 1,000 | 800 | 400 | 500 | select 8 | 1.25 |")
     assert "| 81.2 |" in lines[3]
     assert all(len(line) == len(page_rates.SWEEP) for line in page_rates.sweep_lines(rows))
 
 
 def test_names_say_all_of_a_point() -> None:
     assert len({point.name for point in POINTS}) == len(POINTS)
-    assert asdict(POINT) == {"shape": "heads64", "tokens": 8192, "mb_per_s": 200, "chunk": 64}
+    assert asdict(POINT) == {"shape": "heads64", "tokens": 8192, "mb_per_s": 200, "chunk": 64, "caches": 15}

@@ -2,7 +2,7 @@
 """Where SPEC should win: prefixes of 4K to 32K tokens on disks of 0.2 to 2 GB/s, data 7 times the caches, heads of 64 and 128.
 
 Figures 3, 16 to 18 and 20 to 24 in one sweep: (a) the disk's rate, (b) the prefix's length, (c) rows of a chunk
-(`--importance-chunk`), (d) shapes. At each point the same requests are asked of: H2O with LFU, SPEC (twice: what these differ by is
+(`--importance-chunk`), (d) shapes, (e) how much of the data caches hold. At each point the same requests are asked of: H2O with LFU, SPEC (twice: what these differ by is
 the spread), loading everything, and an engine that chooses its way itself (`--source auto`); recomputing is measured once for
 a length. Is what auto takes about as fast as the fastest of the others? Before that, auto's engine has seen whole loads at this
 rate and prompts that were computed, as any server has that has run for a while.
@@ -16,7 +16,7 @@ SmolLM2-135M, where its package is installed, is asked about WikiText-2 and find
 like the full cache's, decoded over what the request selected, as the paper decodes. It has three KV heads, and all vote:
 there every key is read, and a quarter of the values.
 
-Caches hold 5 % of the data on the device and 10 % in host. Fewer than seven prefixes are each larger than that, and an LRU of what
+Caches hold 15 % of the data, or 30 or 7: a third of that on the device, the rest in host. Fewer than seven prefixes are each larger than that, and an LRU of what
 is smaller than one request never hits: loading everything, and what auto loads, then comes from disk each time.
 
 Points that the JSON file has of this commit are kept, so that a run that was stopped goes on.
@@ -94,12 +94,13 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Point:
-    """What is measured: a model, prefixes of so many tokens, a disk, and chunks."""
+    """What is measured: a model, prefixes of so many tokens, a disk, chunks, and the percent of the data that caches hold."""
 
     shape: str
     tokens: int
     mb_per_s: int = 500
     chunk: ChunkRows = 64
+    caches: int = 15
 
     @property
     def files(self) -> tuple[str, int, int]:
@@ -108,11 +109,13 @@ class Point:
 
     @property
     def name(self) -> str:
-        return f"{self.shape}, {self.tokens} tokens, {self.mb_per_s} MB/s, chunks of {self.chunk}"
+        usual = f"{self.shape}, {self.tokens} tokens, {self.mb_per_s} MB/s, chunks of {self.chunk}"
+        return usual if self.caches == 15 else f"{usual}, caches of {self.caches} %"
 
 
 POINTS = [
     *(Point("heads64", 8192, rate) for rate in (200, 500, 1000, 2000)),
+    *(Point("heads64", 8192, caches=percent) for percent in (30, 7)),
     *(Point("heads64", 8192, chunk=chunk) for chunk in (128, 256, 16, 32)),
     *(Point("heads64", tokens) for tokens in (4096, 16384, 32768)),
     Point("wide", 6144),
@@ -219,12 +222,13 @@ def _measure(points: list[Point], kept: Kept, options: argparse.Namespace) -> No
         recorded = None if real else record(count, 1500, options.seed)
         bench = Bench(str(model), Path(folder), [first.tokens] * count, recorded, shape, options)
         bench.config["importance_chunk"] = first.chunk
-        bench.cold = (shape.device + shape.host) * count < 1
         print(f"{first.shape}: {count} prefixes of {first.tokens} tokens, {bench.data / 1e6:.0f} MB", flush=True)
         work = bench.fill(rng, 3 if options.quick else 8, iter(tokens) if real else None)
         bench.prepare(work)
-        for chunk, same in itertools.groupby(points, key=lambda point: point.chunk):
+        for (chunk, percent), same in itertools.groupby(points, key=lambda point: (point.chunk, point.caches)):
             bench.config["importance_chunk"] = chunk
+            bench.shape = replace(shape, device=percent / 300, host=percent / 150)
+            bench.cold = percent * count < 100
             with bench.engines(Throttle(), auto=True) as engines:
                 for point in same:
                     fresh = unseen(work, points.index(point))

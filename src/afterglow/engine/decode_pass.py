@@ -23,6 +23,7 @@ from afterglow.engine.tee import Tee
 from afterglow.engine.transfers import StepInputs, on_device
 from afterglow.kernels.device_reads import DeviceReads
 from afterglow.kernels.device_rows import DeviceRows
+from afterglow.kernels.no_memory import ran_out
 from afterglow.kernels.paged_parts import PartLists, PartTables, RowPlaces, TableSizes, place_numbers
 from afterglow.kernels.rope import LayerRotations
 from afterglow.model.decoder import Attention, Decoder
@@ -199,8 +200,10 @@ class DecodePasses:
         ]
         try:
             hidden = self._run(tokens, following, shared, saved)
-        except torch.OutOfMemoryError:  # the step that is under way goes on without
-            hidden = None
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
+            hidden = None  # the step that is under way goes on without
         if hidden is not None:
             rows = {(entry.job, entry.start): row for row, entry in enumerate(following)}
             self._ahead = Ahead(rows, list(zip(*saved, strict=True)), hidden)

@@ -8,6 +8,7 @@ next layer does not wait for the copy.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,12 @@ import torch
 from torch import Tensor
 
 from afterglow.engine.kv_shape import KVShape
+from afterglow.kernels.no_memory import ran_out
 from afterglow.kernels.stored_rows import narrowed, stored_width
 from afterglow.plan.step import Run, Save
 from afterglow.store.kvstore import KVStore
+
+log = logging.getLogger("afterglow.engine")
 
 FLUSH_ROWS = 16
 
@@ -243,11 +247,27 @@ class Tee:
                 self._flush(lane)
 
     def _flush(self, lane: _Lane) -> None:
+        """Have the rows of a lane leave, also where the device has no memory left: no step is repeated for them."""
         if lane.count == 0:
             return
-        rows = self._tail[:, :, lane.index, : lane.count].clone()  # the lane is filled again before the copy is done
-        self._exit.take(partial(self._store.save_block, lane.draft, lane.slots, lane.first), rows)
+        rows = self._tail[:, :, lane.index, : lane.count]
+        save = partial(self._store.save_block, lane.draft, lane.slots, lane.first)
+        try:
+            self._exit.take(save, rows.clone())  # the lane is filled again before the copy is done
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
+            log.warning("rows leave the device one layer after the other, and are waited for: %s", error)
+            save(_bytes(_fetched(rows)))
         lane.count = 0
+
+
+def _fetched(rows: Tensor) -> Tensor:
+    """Copy rows [layers, 2, rows, kv_heads, width] to the CPU without memory of the device: each run of memory by itself."""
+    found = torch.empty(rows.shape, dtype=rows.dtype)
+    for here, there in zip(found.flatten(0, 1), rows.flatten(0, 1), strict=True):
+        here.copy_(there)
+    return found
 
 
 def saves_of(runs: Sequence[Run]) -> tuple[list[tuple[slice, Save]], list[tuple[int, int, Save]]]:

@@ -26,6 +26,7 @@ from tests.device.watching import Event, Stream, watch
 
 NATIVE = torch.device("privateuseone", 0)  # as C++ sees it: a CPU build has a guard for it
 SEEN = torch.device("cuda", 0)  # as Python sees it
+AWAY = 1 << 60  # bytes, a multiple of all that memory is aligned to
 NO_LAUNCH = {
     "empty",
     "empty_strided",
@@ -65,7 +66,8 @@ class Pretend(torch.Tensor):
     is_cuda = property(lambda self: True)
 
     def data_ptr(self) -> int:
-        return self.elem.data_ptr()
+        """Return an address that is no memory of this process: what is compiled for the CPU ends it there, as on a GPU."""
+        return self.elem.data_ptr() + AWAY
 
     def tolist(self) -> list[Any]:
         _to_host(self.elem)

@@ -21,6 +21,8 @@ from afterglow.engine.engine import Engine
 from afterglow.engine.gather import BatchEntry, Gatherer
 from afterglow.engine.transfers import StepInputs
 from afterglow.errors import ConfigError
+from afterglow.kernels import passes
+from afterglow.kernels.built import native
 from afterglow.kernels.context_pages import Pages
 from afterglow.kernels.device_products import RoundedFilling, RoundedMatrix, rounded_rows
 from afterglow.kernels.rope import LayerRopes, Rotation
@@ -122,6 +124,17 @@ def mixture(device: str, folder: Path) -> list[Any]:
     found = ask(engine, [draw(3, 20)], tokens=3)
     engine.close()
     return [*found, watch.counts["launches of _expert_wide"]]
+
+
+def compiled(device: str, folder: Path) -> bool:
+    """What is compiled for the CPU, given memory of the device: whether it has computed."""
+    x, weight = torch.ones(2, 64), torch.ones(64)
+    with (
+        pretend.active() if device == "cuda" else contextlib.nullcontext(),
+        mock.patch.object(passes, "suited", lambda *tensors: native()),
+    ):
+        normed = passes.rms_norm(x.to(device), weight.to(device), 1e-6)
+    return bool(torch.isfinite(normed).all())
 
 
 def importance(device: str, folder: Path) -> list[Any]:

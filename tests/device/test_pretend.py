@@ -14,6 +14,7 @@ import torch
 
 from afterglow.engine.hardware import choose_device
 from afterglow.errors import ConfigError
+from afterglow.kernels.built import native
 from tests import doors
 
 
@@ -122,6 +123,14 @@ def test_auto_takes_a_device_that_answers_as_the_cpu_does(tmp_path: Path) -> Non
     assert found == ["cuda", "cpu"]
     assert "has passed a self-test and is used; its speed has not been measured" in log
     assert "gave other answers than the CPU, so the CPU is used" in log
+
+
+def test_what_is_compiled_for_the_cpu_cannot_read_the_device(tmp_path: Path) -> None:
+    if native() is None:
+        pytest.skip("there are no compiled kernels")
+    assert play("compiled", "cpu", tmp_path)[0] is True
+    with pytest.raises(AssertionError):
+        play("compiled", "cuda", tmp_path)
 
 
 def test_host_memory_is_locked_exactly_and_let_go(tmp_path: Path) -> None:

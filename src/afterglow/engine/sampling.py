@@ -123,7 +123,7 @@ class DrawState(NamedTuple):
 @dataclass(slots=True)
 class Sampler:
     """Hold how one request draws. A seeded request owns a generator, so that its tokens do not depend on other requests in the
-    batch."""
+    batch; all others share one, and are drawn in one launch."""
 
     params: SamplingParams
     generator: torch.Generator | None = None
@@ -141,11 +141,10 @@ class Sampler:
         shaping = Shaping(params, prompt, stop_tokens) if Shaping.wanted(params) else None
         if params.temperature == 0:
             return cls(params, None, shaping)
-        generator = torch.Generator(device=device)
         if params.seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(params.seed % 2**63)
+            return cls(params, _shared(device), shaping)
+        generator = torch.Generator(device=device)
+        generator.manual_seed(params.seed % 2**63)
         return cls(params, generator, shaping)
 
     @property
@@ -161,6 +160,14 @@ class Sampler:
             self.generator.set_state(drawn.state)
         if self.shaping is not None:
             self.shaping.go_back(drawn.tokens)
+
+
+@functools.cache
+def _shared(device: torch.device) -> torch.Generator:
+    """Return the generator of requests without a seed."""
+    generator = torch.Generator(device=device)
+    generator.seed()
+    return generator
 
 
 Meanwhile: TypeAlias = Callable[[Tensor], None]
@@ -190,8 +197,12 @@ def _drawn(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
     probs = _filtered(logits if rows is None else logits[rows], [samplers[i].params for i in drawn])
     # The exponential race draws from `probs` without normalising them; argmax of p/E is a categorical draw.
     noise = torch.empty_like(probs)
+    shared = next((samplers[i].generator for i in drawn if samplers[i].params.seed is None), None)
+    if shared is not None:
+        noise.exponential_(generator=shared)
     for row, i in enumerate(drawn):
-        noise[row].exponential_(generator=samplers[i].generator)
+        if samplers[i].params.seed is not None:
+            noise[row].exponential_(generator=samplers[i].generator)
     tokens = (probs / noise.clamp_min_(1e-30)).argmax(dim=-1)
     if rows is not None:
         tokens = logits.argmax(dim=-1).index_copy_(0, rows, tokens)

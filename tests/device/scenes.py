@@ -217,6 +217,11 @@ def counts(device: str, folder: Path) -> Any:
     return measure(device, folder)
 
 
+def fewest_counts(device: str, folder: Path) -> Any:
+    """The same of two requests alone."""
+    return measure(device, folder, (2,))
+
+
 def few_counts(device: str, folder: Path) -> Any:
     """The same of two small batches."""
     return measure(device, folder, (2, 8))

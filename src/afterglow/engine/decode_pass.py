@@ -20,12 +20,13 @@ from afterglow.engine.cached_attention import RelayAttend, RelayGroup, Results
 from afterglow.engine.gather import BatchEntry, Gatherer
 from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.tee import Tee
-from afterglow.engine.transfers import StepInputs, on_device
+from afterglow.engine.transfers import StepInputs
 from afterglow.kernels.device_reads import DeviceReads
 from afterglow.kernels.device_rows import DeviceRows
 from afterglow.kernels.no_memory import ran_out
 from afterglow.kernels.paged_parts import PartLists, PartTables, RowPlaces, TableSizes, place_numbers
 from afterglow.kernels.rope import LayerRotations
+from afterglow.kernels.sending import on_device
 from afterglow.model.decoder import Attention, Decoder
 from afterglow.plan.step import Run
 

@@ -31,11 +31,12 @@ from afterglow.engine.speculation.guesser import Guesser
 from afterglow.engine.stats import GatherCounters, RelayCounters
 from afterglow.engine.tee import Tee, saves_of
 from afterglow.engine.token_outputs import RunOutput, TokenOutputs
-from afterglow.engine.transfers import StepInputs, on_device
+from afterglow.engine.transfers import StepInputs
 from afterglow.importance.chunk_loader import ImportanceStats
 from afterglow.kernels.built import native
 from afterglow.kernels.device_reads import possible
 from afterglow.kernels.no_memory import ran_out
+from afterglow.kernels.sending import on_device
 from afterglow.memory.prefault import Prefault, SlotPrefault
 from afterglow.model.decoder import Decoder
 from afterglow.plan.batching.compose import IDLE_PREFILL

@@ -11,7 +11,8 @@ from typing import NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from afterglow.engine.transfers import fetched, on_device
+from afterglow.engine.transfers import fetched
+from afterglow.kernels.sending import on_device
 from afterglow.request import SamplingParams, TokenLogprob
 
 NEG_INF = float("-inf")

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from afterglow.engine.gather import BatchEntry
 from afterglow.engine.selective import PrefixSelection
-from afterglow.engine.transfers import on_device
 from afterglow.importance.chunk_loader import ImportanceStats, RowsLost
 from afterglow.importance.waits import Waits
 from afterglow.kernels.attention import attend, merge
 from afterglow.kernels.no_memory import ran_out
+from afterglow.kernels.sending import on_device
 from afterglow.model.decoder import Attention, Hidden
 from afterglow.store.moving.reading import Reading
 

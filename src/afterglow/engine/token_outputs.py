@@ -12,7 +12,7 @@ from afterglow.engine.gather import BatchEntry
 from afterglow.engine.grammars.masks import Constraint, Drawn, Masks
 from afterglow.engine.sampling import Meanwhile, Sampler, logprobs_of, sample
 from afterglow.engine.speculation.guesser import Guesser, Guesses
-from afterglow.engine.transfers import on_device
+from afterglow.kernels.sending import on_device
 from afterglow.model.decoder import Decoder
 from afterglow.plan.step import Run, StepResult
 from afterglow.request import Request, Selected, TokenLogprob, stop_tokens

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from afterglow.kernels.context_pages import Pages
+from afterglow.kernels.sending import on_device
 
 CHUNK = 256  # rows of a task, where few queries read them
 WIDE_CHUNK = 512  # where many do: what tasks write stays small beside what they read
@@ -185,7 +186,7 @@ class PartTables:
         """Make the tables of parts (see `PartLists`), in one copy to the device."""
         base = parts[0].data
         lists = PartLists(parts, group, base)
-        return cls(base, lists.sizes, torch.tensor(lists.numbers(), dtype=torch.int64).to(base.device))
+        return cls(base, lists.sizes, on_device(lists.numbers(), base.device))
 
 
 class RowPlaces(NamedTuple):
@@ -200,7 +201,7 @@ def row_places(runs: Sequence[tuple[Pages, int, int]]) -> RowPlaces:
     """Describe rows [start, stop) of contexts, one run after the other."""
     base = runs[0][0].data
     places = place_numbers(runs, base)
-    return RowPlaces(base, torch.tensor(places, dtype=torch.int64).to(base.device).view(-1, 4))
+    return RowPlaces(base, on_device(places, base.device).view(-1, 4))
 
 
 def place_numbers(runs: Sequence[tuple[Pages, int, int]], base: Tensor) -> list[int]:

@@ -390,7 +390,7 @@ def install() -> None:
     cuda.set_device = lambda device: None
     cuda.synchronize = lambda device=None: watch.wait_for_stream(watch.stream)
     cuda.empty_cache = lambda: None
-    cuda.CUDAGraph, cuda.graph, cuda.graph_pool_handle = CUDAGraph, Recording, lambda: (0, 0)
+    cuda.CUDAGraph, cuda.graph, cuda.graph_pool_handle = CUDAGraph, Recording, object
     cuda.cudart = lambda: watch.runtime
     load, main, step, release = Engine.load.__func__, EngineLoop.run, TorchRunner.run, TorchRunner.release
 

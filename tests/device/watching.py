@@ -248,7 +248,8 @@ class Watch:
         if not at:
             return
         if not self._owners[at]:
-            self._made_by[at] = self.stream, storage.nbytes()
+            # A graph's memory is used again by graphs alone, which are replayed one after another.
+            self._made_by[at] = 0 if self.recorded is not None else self.stream, storage.nbytes()
         self._owners[at] += 1
         weakref.finalize(holder, self._let_go, at).atexit = False
 
@@ -267,6 +268,10 @@ class Watch:
         self.pinned[at] = size
         self._forget(at, size)
         weakref.finalize(tensor, self._unpinned, at, rounded).atexit = False
+
+    def forget_spare(self) -> None:
+        """Give back the pinned memory that torch keeps."""
+        self._spare.clear()
 
     def _unpinned(self, at: int, rounded: int) -> None:
         self.pinned.pop(at, None)

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from afterglow.kernels.context_pages import Pages
+from afterglow.kernels.context_pages import PAGE_ROWS, Pages
 from afterglow.kernels.sending import on_device
 
 CHUNK = 256  # rows of a task, where few queries read them
+CHUNK_PAGES = CHUNK // PAGE_ROWS
 WIDE_CHUNK = 512  # where many do: what tasks write stays small beside what they read
 NARROW, WIDE = 32, 64  # rows of scores of a task: queries, with all heads of a group
 FIELDS = 12  # of a task: see `PartTables`
@@ -81,10 +82,11 @@ class TableSizes(NamedTuple):
         return sum(self[:5])
 
     def rounded(self, rows: int) -> TableSizes:
-        """Return the sizes of tables that have room for these, and for many others: powers of two, and a target for each of `rows` rows
-        of the batch."""
-        pages, queries, order, results = (_power(n) for n in (self.pages, self.queries, self.order, self.results))
-        return TableSizes(FIELDS * _power(self.tasks // FIELDS), pages, queries, 3 * rows, order, results, self.tile)
+        """Return the sizes of tables that have room for these, and for many others: a power of two of tasks, as many pages as these mostly
+        read, a query and a target for each of `rows` rows of the batch, a result for each task, or powers of two times as many."""
+        tasks = _power(max(self.tasks // FIELDS, -(-self.pages // CHUNK_PAGES)))
+        queries, results = rows * _power(-(-self.queries // rows)), tasks * _power(-(-self.results // tasks))
+        return TableSizes(FIELDS * tasks, CHUNK_PAGES * tasks, queries, 3 * rows, results, results, self.tile)
 
 
 def _power(n: int) -> int:

@@ -79,7 +79,7 @@ def fill_new_contexts(monkeypatch: Any, number: float) -> None:
 
 def contexts_of(runner: Any) -> list[Any]:
     """Return all contexts on the device, of running jobs and of finished ones."""
-    return [*runner._running.values(), *runner._retained.values()]
+    return [*runner.contexts.running.values(), *runner.contexts.retained.values()]
 
 
 def free_bytes_of(pool: Any) -> int:
@@ -91,6 +91,13 @@ def free_bytes_of(pool: Any) -> int:
 def held_bytes(runner: Any) -> int:
     """Return the bytes of pages on the device that contexts hold."""
     return int(runner._pool.num_bytes) - free_bytes_of(runner._pool)
+
+
+def rows_exit() -> Any:
+    """Return the class that takes rows off the device."""
+    from afterglow.engine import tee
+
+    return tee._Exit
 
 
 def relay_attention(relay: Any, layer: Any, q: Any) -> Any:

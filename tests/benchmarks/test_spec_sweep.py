@@ -180,7 +180,9 @@ def test_the_page_has_a_line_for_each_point(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "importance_sweep.json").write_text(json.dumps({"rows": rows}))
     lines = page_tables.table("spec sweep").splitlines()
     assert len(lines) == 4
-    assert lines[2].startswith("| heads64 | 8,192 | 200 | 64 | 15 | 9,000 | 1,000 | 800 | 400 | 500 | select 8 | 1.25 |")
+    assert lines[2].startswith(
+        "| heads64 | 8,192 | 200 | 64 | 15 | 9,000 | 1,000 | 800 | 400 | 500 | select 8 | 1.25 |"
+    )
     assert "| 81.2 |" in lines[3]
     assert all(len(line) == len(page_rates.SWEEP) for line in page_rates.sweep_lines(rows))
 

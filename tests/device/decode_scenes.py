@@ -80,7 +80,7 @@ def launches(device: str, folder: Path) -> Any:
     """What the device is asked for by steps that decode, of two requests and of eight."""
     from tests.device.watching import watch
 
-    engine = load(device, folder, relay="off", max_batch=8)
+    engine = load(device, folder, relay="off", speculate="off", max_batch=8)
     found = []
     for batch in (2, 8):
         answers(engine, [(draw(batch + i, 3), greedy(8)) for i in range(batch)])
@@ -88,7 +88,20 @@ def launches(device: str, folder: Path) -> Any:
         found.append([[step[what] for what in LAUNCHED] for step in steps[-4:-1]])
     engine.settle()
     engine.demote("host")
-    return {"held": held_bytes(engine.parts.runner), **result(engine, []), "steps": found}
+    recorded = [step.counts["synchronisations"] for step in watch.steps if step.counts["recordings"]]
+    return {"held": held_bytes(engine.parts.runner), **result(engine, []), "steps": found, "recorded": recorded}
+
+
+def engines(device: str, folder: Path) -> Any:
+    """Two engines in one process, of which each decodes: in how many streams graphs were recorded."""
+    from tests.device.graphs import CUDAGraph
+
+    loaded = [load(device, folder / name, relay="off", max_batch=1) for name in "ab"]
+    for engine in loaded:
+        answers(engine, [(draw(1, 3), greedy(6))])
+    for engine in loaded:
+        engine.close()
+    return [len(CUDAGraph.streams), len(set(CUDAGraph.streams.values()))]
 
 
 def coming(device: str, folder: Path) -> Any:
@@ -153,7 +166,7 @@ def refused(device: str, folder: Path) -> Any:
         raise RuntimeError("CUDA error: operation failed due to a previous error during capture (made up)")
 
     prompts = [(draw(30 + i, 20), greedy(12)) for i in range(2)]
-    with mock.patch.object(torch.cuda, "graph", fails):
+    with mock.patch.object(torch.cuda.CUDAGraph, "capture_begin", fails):
         found = answers(engine, prompts)
     with mock.patch.object(decode_pass.DeviceReads, "attend", return_value=False):
         found += answers(engine, [(draw(50 + i, 20), greedy(12)) for i in range(3)])
@@ -162,19 +175,19 @@ def refused(device: str, folder: Path) -> Any:
 
 
 def no_memory_to_record(device: str, folder: Path) -> Any:
-    """A device whose memory runs out whenever a graph is recorded."""
+    """A device whose memory runs out when the first graph is recorded: a few passes later there is enough."""
     from tests.device.watching import watch
 
     engine = load(device, folder, relay="off", max_batch=2)
     attend = decode_pass.DeviceReads.attend
 
     def runs_out(self: decode_pass.DeviceReads, *reading: Any) -> bool:
-        if watch.recorded is not None:
+        if watch.recorded is not None and watch.counts["recordings"] == 1:
             raise torch.OutOfMemoryError("CUDA out of memory (made up)")
         return attend(self, *reading)
 
-    with mock.patch.object(decode_pass.DeviceReads, "attend", runs_out):
-        found = answers(engine, [(draw(70 + i, 9), greedy(8)) for i in range(2)])
+    with mock.patch.object(decode_pass.DeviceReads, "attend", runs_out), mock.patch.object(decode_pass, "AGAIN", 5):
+        found = answers(engine, [(draw(70 + i, 9), greedy(14)) for i in range(2)])
     return result(engine, found)
 
 

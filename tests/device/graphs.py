@@ -7,11 +7,11 @@ refused meanwhile, as CUDA does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from tests.device.watching import watch
+from tests.device.watching import Stream, watch
 
 
 class Launch:
@@ -37,12 +37,24 @@ class Launch:
 class CUDAGraph:
     """A recorded graph."""
 
-    recording: CUDAGraph | None = None
+    streams: ClassVar[dict[Any, int]] = {}  # that graphs with the same memory were recorded in, by the memory
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
         self.reads: list[torch.Tensor] = []
         self.writes: list[torch.Tensor] = []
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        if not watch.stream:
+            raise RuntimeError("CUDA graphs must be captured on a non-default stream")
+        assert self.streams.setdefault(pool, watch.stream) == watch.stream, "memory of graphs of another stream"
+        watch.recorded = self
+        watch.note("recordings")
+
+    def capture_end(self) -> None:
+        watch.recorded = None
+        for each in self.launches:
+            each.forget()
 
     def replay(self) -> None:
         assert self.launches, "a graph is recorded before it is replayed"
@@ -53,20 +65,23 @@ class CUDAGraph:
 
 
 class Recording:
-    """`torch.cuda.graph`: record what is launched."""
+    """`torch.cuda.graph`: record what is launched, in one stream of the process, after all work of the device; torch gives back all memory
+    that it keeps."""
 
-    def __init__(self, graph: CUDAGraph, pool: Any = None, capture_error_mode: str = "global") -> None:
-        self.graph = graph
+    stream = Stream()
+
+    def __init__(self, graph: CUDAGraph, pool: Any = None, **options: Any) -> None:
+        self.graph, self.pool, self.on = graph, pool, watch.on(self.stream.number)
 
     def __enter__(self) -> None:
         watch.wait_for_stream(watch.stream)
-        watch.recorded = self.graph
-        watch.note("recordings")
+        watch.forget_spare()
+        self.on.__enter__()
+        self.graph.capture_begin(self.pool)
 
     def __exit__(self, *exception: object) -> None:
-        watch.recorded = None
-        for each in self.graph.launches:
-            each.forget()
+        self.graph.capture_end()
+        self.on.__exit__(None, None, None)
 
 
 def recorded(again: Callable[[], Any], made: list[torch.Tensor]) -> None:

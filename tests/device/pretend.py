@@ -22,10 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.device.doors import schema, slots_of
 from tests.device.graphs import CUDAGraph, Recording, recorded
-from tests.device.watching import Event, Stream, watch
+from tests.device.watching import Current, Event, Stream, watch
 
 NATIVE = torch.device("privateuseone", 0)  # as C++ sees it: a CPU build has a guard for it
 SEEN = torch.device("cuda", 0)  # as Python sees it
+AWAY = 1 << 60  # bytes, a multiple of all that memory is aligned to
 NO_LAUNCH = {
     "empty",
     "empty_strided",
@@ -65,7 +66,8 @@ class Pretend(torch.Tensor):
     is_cuda = property(lambda self: True)
 
     def data_ptr(self) -> int:
-        return self.elem.data_ptr()
+        """Return an address that is no memory of this process: what is compiled for the CPU ends it there, as on a GPU."""
+        return self.elem.data_ptr() + AWAY
 
     def tolist(self) -> list[Any]:
         _to_host(self.elem)
@@ -385,10 +387,10 @@ def install() -> None:
     cuda.device_count = lambda: 1
     cuda.get_device_name = lambda device=None: "a pretend device"
     cuda.get_device_capability = lambda device=None: (9, 0)
-    cuda.set_device = lambda device: None
+    cuda.set_device, cuda.device = lambda device: watch.choose(), Current
     cuda.synchronize = lambda device=None: watch.wait_for_stream(watch.stream)
     cuda.empty_cache = lambda: None
-    cuda.CUDAGraph, cuda.graph, cuda.graph_pool_handle = CUDAGraph, Recording, lambda: (0, 0)
+    cuda.CUDAGraph, cuda.graph, cuda.graph_pool_handle = CUDAGraph, Recording, object
     cuda.cudart = lambda: watch.runtime
     load, main, step, release = Engine.load.__func__, EngineLoop.run, TorchRunner.run, TorchRunner.release
 
@@ -428,6 +430,8 @@ def _launch_on_the_cpu() -> None:
         for each in (*args, *kwargs.values()):  # kernels may read memory of the host that is locked
             if isinstance(each, torch.Tensor) and not (isinstance(each, Pretend) or watch.is_pinned(each)):
                 raise Mismatch(f"{self.fn.__name__}: a tensor on the CPU")
+        if not watch.is_current:
+            raise Mismatch(f"{self.fn.__name__}: launched on another device, which is the thread's")
         watch.note("launches of Triton")
         watch.note(f"launches of {self.fn.__name__}")
         args, kwargs = tuple(map(_inner, args)), {key: _inner(value) for key, value in kwargs.items()}

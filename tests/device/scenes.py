@@ -21,10 +21,14 @@ from afterglow.engine.engine import Engine
 from afterglow.engine.gather import BatchEntry, Gatherer
 from afterglow.engine.transfers import StepInputs
 from afterglow.errors import ConfigError
+from afterglow.kernels import passes
+from afterglow.kernels.built import native
 from afterglow.kernels.context_pages import Pages
 from afterglow.kernels.device_products import RoundedFilling, RoundedMatrix, rounded_rows
 from afterglow.kernels.rope import LayerRopes, Rotation
 from afterglow.kernels.slot_gather import SlotGather
+from afterglow.memo.pooling import Pooling
+from afterglow.memo.sequence_embedder import Embedder
 from afterglow.model.decoder import PlainAttend
 from afterglow.model.names import Names
 from afterglow.model.presets import PRESETS, RandomSource, save_hf
@@ -124,6 +128,29 @@ def mixture(device: str, folder: Path) -> list[Any]:
     return [*found, watch.counts["launches of _expert_wide"]]
 
 
+def compiled(device: str, folder: Path) -> bool:
+    """What is compiled for the CPU, given memory of the device: whether it has computed."""
+    x, weight = torch.ones(2, 64), torch.ones(64)
+    with (
+        pretend.active() if device == "cuda" else contextlib.nullcontext(),
+        mock.patch.object(passes, "suited", return_value=native()),
+    ):
+        normed = passes.rms_norm(x.to(device), weight.to(device), 1e-6)
+    return bool(torch.isfinite(normed).all())
+
+
+def embedding(device: str, folder: Path) -> list[Any]:
+    """Vectors of texts, in a thread that has chosen no device; and how often Triton's kernels were launched."""
+    from tests.device.watching import watch
+
+    on = torch.device(device)
+    with pretend.active() if device == "cuda" else contextlib.nullcontext():
+        model = WeightAssembler(PRESETS["tiny"], Names(), RandomSource(3), torch.float32, on, "none").decoder()
+        embedder = Embedder(model, Pooling("last"))
+        found = embedder.embed([draw(i, 9 + 5 * i) for i in range(2)])
+    return [found.vectors.tolist(), watch.counts["launches of Triton"]]
+
+
 def importance(device: str, folder: Path) -> list[Any]:
     """A part of a prefix that lies on disk, whose reads are measured and guessed ahead."""
     engine = load(device, folder, importance=0.5, importance_exact="never")
@@ -155,7 +182,7 @@ def choice(device: str, folder: Path) -> list[Any]:
 
 
 def memory(device: str, folder: Path) -> list[Any]:
-    """How much memory is locked, whether it is let go, and what a limit says."""
+    """How much memory is locked, whether it is let go, what a limit says, and what is computed after that."""
     from tests.device.watching import watch
 
     runtime = watch.runtime
@@ -164,10 +191,12 @@ def memory(device: str, folder: Path) -> list[Any]:
     del arena
     found.append(list(runtime.locked.values()))
     runtime.limit = MiB
-    try:
-        hardware.allocate(2 * MiB, pin=True)
-    except ConfigError as error:
-        found.append(str(error))
+    with pretend.active():
+        try:
+            hardware.allocate(2 * MiB, pin=True)
+        except ConfigError as error:
+            found.append(str(error))
+        found.append((torch.ones(2, device="cuda") + 1).tolist())
     return found
 
 
@@ -202,6 +231,11 @@ def fitting(device: str, folder: Path) -> list[Any]:
 def counts(device: str, folder: Path) -> Any:
     """What steps ask of the device."""
     return measure(device, folder)
+
+
+def fewest_counts(device: str, folder: Path) -> Any:
+    """The same of two requests alone."""
+    return measure(device, folder, (2,))
 
 
 def few_counts(device: str, folder: Path) -> Any:

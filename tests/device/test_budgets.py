@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -12,6 +13,17 @@ LAYERS = 2
 LAUNCHES = 5  # of each request in each layer: two rows stored, one attention, its result put in its place
 ONE_PLACE = "engine/transfers.py:fetched"  # where tokens leave the device
 ENDS = {"engine/gather.py:end", "engine/tee.py:hand_over"}  # rows that came, and rows that leave, at the end of a step
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed (the extra gpu)")
+def test_triton_steps_wait_at_their_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of attention and of new rows, which no graph has, are sent without waiting as well: also in prefills."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found = counted("fewest_counts")
+    rows: dict[str, dict[str, Any]] = found["rows"]
+    assert set(found["waits"]) == {ONE_PLACE, *ENDS}
+    assert [rows[f"{kind} 2"]["synchronisations"] for kind in ("decode", "prefill", "reuse")] == [1, 3, 3]
+    assert {row["pinned allocations"] for row in rows.values()} == {0}
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,14 @@ def test_triton_steps_that_decode_ask_for_as_much_whatever_the_batch(
     few, many = found["steps"]
     assert few == many == [[6, 1, 1, 1, 1, 0]] * 3
     assert found["held"] == 0
+    assert len(found["recorded"]) >= 2
+    assert set(found["recorded"]) == {1}, "a recording waits for nothing, and gives no memory back"
+
+
+def test_triton_engines_record_in_streams_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so each on its own device."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert play("decode_scenes.engines", "cuda", tmp_path)[0] == [2, 2]
 
 
 def test_triton_experts_are_found_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +115,9 @@ def test_triton_blocks_that_leave_stop_no_pass_ahead(tmp_path: Path, monkeypatch
 
 def test_triton_a_recording_without_memory_costs_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts, log = played("no_memory_to_record", tmp_path, monkeypatch)
-    assert (counts["graphs"], counts["recordings"]) == (0, 1)
-    assert counts["taken"] > 3, "passes go on without graphs"
+    assert counts["recordings"] >= 2, "it is tried again when there may be memory"
+    assert counts["taken"] > 7, "passes go on without graphs"
+    assert 0 < counts["graphs"] < counts["taken"]
     assert log.count("are not recorded as CUDA graphs: CUDA out of memory") == 1
     assert "has no memory for" not in log
 

@@ -14,6 +14,7 @@ import torch
 
 from afterglow.engine.hardware import choose_device
 from afterglow.errors import ConfigError
+from afterglow.kernels.built import native
 from tests import doors
 
 
@@ -76,6 +77,19 @@ def test_rounded_weights_are_multiplied_as_what_they_stand_for(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed (the extra gpu)")
+def test_texts_are_embedded_on_the_models_device_whatever_the_threads_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, _ = play("embedding", "cpu", tmp_path / "cpu")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    ours, log = play("embedding", "cuda", tmp_path / "cuda")
+    for a, b in zip(ours[0], theirs[0], strict=True):
+        assert a == pytest.approx(b, abs=1e-4)
+    assert ours[1] > 0
+    assert "is not used" not in log
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed (the extra gpu)")
 def test_rows_that_tritons_kernel_gathers_are_the_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One launch for a request and layer, and one to try the kernel."""
     theirs, _ = play("stored", "cpu", tmp_path / "cpu")
@@ -124,12 +138,21 @@ def test_auto_takes_a_device_that_answers_as_the_cpu_does(tmp_path: Path) -> Non
     assert "gave other answers than the CPU, so the CPU is used" in log
 
 
+def test_what_is_compiled_for_the_cpu_cannot_read_the_device(tmp_path: Path) -> None:
+    if native() is None:
+        pytest.skip("there are no compiled kernels")
+    assert play("compiled", "cpu", tmp_path)[0] is True
+    with pytest.raises(AssertionError):
+        play("compiled", "cuda", tmp_path)
+
+
 def test_host_memory_is_locked_exactly_and_let_go(tmp_path: Path) -> None:
-    locked, after, refusal = play("memory", "cuda", tmp_path)[0]
+    locked, after, refusal, computed = play("memory", "cuda", tmp_path)[0]
     assert locked == [3 * 2**20 + 4096]
     assert after == []
     assert "--host-cache 2.0 MiB cannot be locked" in refusal
     assert "ulimit -l" in refusal
+    assert computed == [2, 2], "CUDA's error is raised once"
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cpu:0"])

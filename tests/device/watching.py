@@ -38,9 +38,11 @@ class Runtime:
         self.locked: dict[int, int] = {}
         self.limit = 1 << 62
         self.free = 1 << 33  # bytes of the device
+        self.last_error = 0  # which the next launch raises
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         if size > self.limit:
+            self.last_error = NO_MEMORY
             return NO_MEMORY
         self.locked[address] = size
         return 0
@@ -124,6 +126,15 @@ class Watch:
         finally:
             self._of_thread.stream = before
 
+    @property
+    def is_current(self) -> bool:
+        """Whether this thread has chosen the device: what launches on the current one comes to another device otherwise."""
+        return getattr(self._of_thread, "chosen", False)
+
+    def choose(self, chosen: bool = True) -> None:
+        """Have this thread launch on the device."""
+        self._of_thread.chosen = chosen
+
     def new_number(self) -> int:
         """Number a stream or an event."""
         return next(self._numbers)
@@ -172,6 +183,9 @@ class Watch:
 
     def launch(self, name: str, reads: Collection[torch.Tensor], writes: Collection[torch.Tensor]) -> None:
         """Note a kernel or a copy on this thread's stream. Tensors: the CPU's that stand for the device's, and pinned ones."""
+        if self.runtime.last_error:
+            self.runtime.last_error = 0
+            raise RuntimeError("CUDA error: out of memory")
         if self.recorded is not None:
             self.recorded.reads += reads
             self.recorded.writes += writes
@@ -248,7 +262,8 @@ class Watch:
         if not at:
             return
         if not self._owners[at]:
-            self._made_by[at] = self.stream, storage.nbytes()
+            # A graph's memory is used again by graphs alone, which are replayed one after another.
+            self._made_by[at] = 0 if self.recorded is not None else self.stream, storage.nbytes()
         self._owners[at] += 1
         weakref.finalize(holder, self._let_go, at).atexit = False
 
@@ -267,6 +282,10 @@ class Watch:
         self.pinned[at] = size
         self._forget(at, size)
         weakref.finalize(tensor, self._unpinned, at, rounded).atexit = False
+
+    def forget_spare(self) -> None:
+        """Give back the pinned memory that torch keeps."""
+        self._spare.clear()
 
     def _unpinned(self, at: int, rounded: int) -> None:
         self.pinned.pop(at, None)
@@ -308,6 +327,19 @@ def _function() -> str:
 
 
 watch = Watch()
+
+
+class Current:
+    """`torch.cuda.device`: launch on the device, for a while."""
+
+    def __init__(self, device: object) -> None:
+        self._before = watch.is_current
+
+    def __enter__(self) -> None:
+        watch.choose()
+
+    def __exit__(self, *exception: object) -> None:
+        watch.choose(self._before)
 
 
 class Stream:

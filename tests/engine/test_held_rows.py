@@ -241,6 +241,44 @@ def test_slabs_that_are_not_used_make_room_for_the_other_kind() -> None:
     assert 0 <= pool.num_bytes - 96 * size <= 3 * 16 * size
 
 
+def test_pages_of_one_kind_move_together_to_make_room_for_the_other() -> None:
+    """Short contexts fill the pool; of each slab a page stays. A long one then needs most of the memory for pages of the other kind."""
+    shape = KVShape(3, 2, 64, torch.float32, torch.device("cpu"), (0, 2), Held(3, 2, 256))
+    size = 2 * 2 * 64 * 64 * 4  # bytes of a page of one layer
+    limit = 384 * size
+    pool = PagePool(shape, limit)
+    short = [DeviceContext(shape, pool) for _ in range(128)]
+    for number, each in enumerate(short):
+        each.make_room(64)
+        for layer in range(3):
+            each.write(layer, 0, *torch.full((2, 64, 2, 64), float(number)))
+        each.rows = 64
+    slabs = {page.slab for each in short for pages in (each.whole, each.recent) for page in pages or ()}
+    largest = 2 * max(slab.data.nbytes for slab in slabs)  # one of each kind
+    assert limit <= pool.num_bytes <= limit + largest
+    kept = {number: short[number] for number in range(0, 128, 20)}
+    sharing = DeviceContext(shape, pool)
+    sharing.share(kept[20], 64)
+    del each, short
+    pool.shrink()
+    held = pool.num_bytes
+    assert held > limit // 2, "no slab is empty"
+    long = DeviceContext(shape, pool)
+    for stop in range(64, 340 * 64, 64):
+        long.make_room(stop)
+        long.rows = stop
+        assert pool.num_bytes <= limit + largest
+    for number, context in [*kept.items(), (20, sharing)]:
+        assert context.whole[0].users == 1 + (number == 20)
+        for layer in range(3):
+            assert context.read(layer, 0, 64)[0].unique().tolist() == [number]
+            assert context.read(layer, 0, 64)[1].unique().tolist() == [number]
+            assert context.pages(layer).offsets(0, 64, context.pages(layer).data) == [0]
+    del context, kept, sharing, long
+    pool.shrink()
+    assert pool.num_bytes == 0
+
+
 def test_rows_that_a_window_shows_would_not_fit() -> None:
     capacity = Capacity(128, 0, layers=2, window_layers=1, window_rows=12, window_stride=4)
     Device(capacity, Counters(), SchedulerOptions(sliding_window=7))

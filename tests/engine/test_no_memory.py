@@ -14,18 +14,26 @@ from unittest import mock
 import pytest
 import torch
 
+from afterglow.engine import contexts, token_outputs
 from afterglow.engine.context import DeviceContext
 from afterglow.engine.engine import Completion, Engine
 from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.page_pool import PagePool
+from afterglow.engine.selective import PrefixSelection, SelectiveAttention
+from afterglow.engine.separate_pass import SeparatePass
 from afterglow.engine.tee import Tee
+from afterglow.engine.token_outputs import TokenOutputs
 from afterglow.errors import RequestError
+from afterglow.kernels.no_memory import ran_out
 from afterglow.plan.journal.replaying import replay
 from afterglow.plan.journal.step_digest import step_digest
+from afterglow.plan.step import Run
 from afterglow.request import Output, Request, SamplingParams, completion_of
+from tests import doors
 from tests.engine.conftest import VOCAB, Handle
 from tests.engine.test_exact_reuse import same
-from tests.engine.test_selecting import draw
+from tests.engine.test_selecting import NEW, agree, draw, expected
+from tests.engine.test_selecting_beside import Told, on_disk
 
 Start = Callable[..., Handle]
 Models = Callable[[str], Path]
@@ -47,6 +55,40 @@ def room_for(rows: int, layer: int = 1) -> Iterator[list[int]]:
 
     with mock.patch.object(Tee, "layer", layer_of):
         yield failed
+
+
+@contextmanager
+def scarce(
+    owner: object, name: str, fails: Callable[[int], bool], error: type[RuntimeError] = torch.OutOfMemoryError
+) -> Iterator[list[int]]:
+    """Have calls of a function fail for want of memory: `fails` is asked with their number. Returns those that have."""
+    real, calls, failed = getattr(owner, name), count(), list[int]()
+
+    def called(*args: object, **more: object) -> object:
+        number = next(calls)
+        if fails(number):
+            failed.append(number)
+            raise error("CUDA error: out of memory (made up)")
+        return real(*args, **more)
+
+    with mock.patch.object(owner, name, called):
+        yield failed
+
+
+@contextmanager
+def drawing() -> Iterator[list[Run]]:
+    """Return the runs that tokens are drawn for, while that is done."""
+    real, found = TokenOutputs.draw, list[Run]()
+
+    def draw_of(self: TokenOutputs, runs: list[Run], *args: object, **more: object) -> object:
+        found[:] = runs
+        try:
+            return real(self, runs, *args, **more)  # type: ignore[arg-type]
+        finally:
+            found.clear()
+
+    with mock.patch.object(TokenOutputs, "draw", draw_of):
+        yield found
 
 
 def at_once(engine: Engine, prompts: list[list[int]], max_tokens: int = 20) -> list[Completion]:
@@ -109,18 +151,156 @@ def test_room_that_cannot_be_had_for_a_context_is_the_same(start: Start, model_o
     handle = start(model_of("llama"), tmp_path)
     prompts = [draw(f"c{i}", 90) for i in range(2)]
     wanted = [handle.ask(prompt, reuse=False, max_tokens=20) for prompt in prompts]
-    from afterglow.engine import runner
-
-    real, made = runner.DeviceContext, count()
+    real, made = contexts.DeviceContext, count()
 
     def scarce(*args: object) -> object:
         if next(made) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory (made up)")
         return real(*args)  # type: ignore[arg-type]
 
-    with mock.patch.object(runner, "DeviceContext", scarce):
+    with mock.patch.object(contexts, "DeviceContext", scarce):
         found = at_once(handle.engine, prompts)
     assert handle.engine.stats().plan.counters.preemptions == 1
+    for ours, theirs in zip(found, wanted, strict=True):
+        same(ours, theirs)
+
+
+PLACES = {
+    "its context": (contexts, "DeviceContext"),
+    "its pages": (PagePool, "take"),
+    "its selection": (SelectiveAttention, "begin"),
+    "its pass": (SeparatePass, "__init__"),
+    "its summary": (PrefixSelection, "summary"),
+    "drawing": (token_outputs, "sample"),
+    "log-probabilities": (token_outputs, "logprobs_of"),
+}
+
+
+@pytest.mark.parametrize("place", [*PLACES])
+def test_a_request_that_selects_waits_for_memory(start: Start, model_of: Models, tmp_path: Path, place: str) -> None:
+    """Wherever its memory runs out: beside another request, which goes on; alone it ends."""
+    handle, prefix = on_disk(start, model_of, tmp_path)
+    new, other = draw("new", NEW), draw("other", 150)
+    owner, name = PLACES[place]
+    fast = Told(handle, "fast", other, 40)
+    fast.first()
+    failed = list[int]()
+    with drawing() as runs:
+
+        def its_first(number: int) -> bool:
+            """Other calls are those of the other request's steps."""
+            return not failed and (owner is not token_outputs or [len(run.tokens) for run in runs] == [NEW])
+
+        with scarce(owner, name, its_first) as failed:
+            slow = Told(handle, "slow", [*prefix, *new], 3, kv_retention=0.3)
+            agree(slow.end(), expected(handle, prefix, new, 0.3, 3))
+            assert failed
+            same(fast.end(), handle.ask(other, reuse=False, max_tokens=40))
+        with scarce(owner, name, lambda number: True), pytest.raises(RequestError, match="no memory left"):
+            Told(handle, "alone", [*prefix, *new], 3, kv_retention=0.3).end()
+    same(handle.ask(other), handle.ask(other, reuse=False))
+
+
+def test_a_repeated_step_lets_tokens_select_anew_as_often(start: Start, model_of: Models, tmp_path: Path) -> None:
+    handle, prefix = on_disk(start, model_of, tmp_path, importance_renew=3, speculate="off")
+    asked = [*prefix, *draw("new", NEW)]
+    wanted = Told(handle, "before", asked, 30, kv_retention=0.3).end()
+    handle.engine.settle()
+    handle.engine.demote("disk")
+    slow = Told(handle, "slow", asked, 30, kv_retention=0.3)
+    slow.first()
+    with (
+        drawing() as runs,
+        scarce(token_outputs, "logprobs_of", lambda number: len(runs) > 1 and number % 2 == 0) as failed,
+    ):
+        others = [Told(handle, f"other {i}", draw(f"o{i}", 9), 4) for i in range(4)]
+        for each in others:
+            each.end()
+        found = slow.end()
+    assert len(failed) >= 3
+    same(found, wanted)
+    assert found.selected is not None
+    assert wanted.selected is not None
+    assert found.selected.renewals == wanted.selected.renewals > 5
+
+
+@pytest.mark.parametrize("speculate", ["on", "off"])
+def test_a_step_without_memory_for_what_follows_its_draws_draws_the_same_again(
+    start: Start, model_of: Models, tmp_path: Path, speculate: str
+) -> None:
+    """Seeded tokens with penalties, guesses that are wrong, and the rows that are saved are those of steps that do not fail."""
+    handle = start(model_of("llama"), tmp_path / "cache", speculate=speculate)
+    prompts = [[*draw(f"d{i}", 30), *draw(f"d{i}", 30)] for i in range(3)]
+    hows = [
+        SamplingParams(max_tokens=30, temperature=0.9, seed=i, logprobs=VOCAB, ignore_eos=True, **more)  # type: ignore[arg-type]
+        for i, more in enumerate(
+            ({"repetition_penalty": 1.3}, {"frequency_penalty": 0.7, "min_tokens": 9}, {"top_p": 0.5})
+        )
+    ]
+
+    def replies(reuse: bool) -> list[Completion]:
+        requests = [
+            Request(f"m{next(_ids)}", prompt, how, reuse=reuse) for prompt, how in zip(prompts, hows, strict=True)
+        ]
+        return handle.engine.generate(requests)
+
+    wanted = replies(reuse=False)
+    with (
+        drawing() as runs,
+        scarce(token_outputs, "logprobs_of", lambda number: len(runs) > 1 and number % 4 == 2) as failed,
+    ):
+        found = replies(reuse=True)
+    assert len(failed) >= 3
+    for ours, theirs in zip(found, wanted, strict=True):
+        same(ours, theirs)
+    handle.engine.settle()
+    handle.engine.demote("disk")
+    for prompt, reply in zip(prompts, found, strict=True):
+        turn = [*prompt, *reply.tokens, *draw("next", 9)]
+        again = handle.ask(turn)
+        assert again.cached.disk >= 64
+        same(again, handle.ask(turn, reuse=False))
+
+
+def test_rows_leave_where_the_device_has_no_memory_to_copy_them(
+    start: Start, model_of: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    handle = start(model_of("llama"), tmp_path / "cache")
+    prompts = [draw(f"l{i}", 40 + 9 * i) for i in range(3)]
+    take = doors.rows_exit().take
+
+    def taken(self: object, hand_over: object, *tensors: torch.Tensor) -> None:
+        if len(tensors) == 1:  # decoded rows
+            raise torch.OutOfMemoryError("CUDA out of memory (made up)")
+        take(self, hand_over, *tensors)
+
+    with mock.patch.object(doors.rows_exit(), "take", taken):
+        found = at_once(handle.engine, prompts, 50)
+    assert caplog.text.count("rows leave the device one layer after the other") >= 9
+    handle.engine.settle()
+    handle.engine.demote("disk")
+    for prompt, reply in zip(prompts, found, strict=True):
+        turn = [*prompt, *reply.tokens, *draw("next", 9)]
+        again = handle.ask(turn)
+        assert again.cached.disk >= 64
+        same(again, handle.ask(turn, reuse=False))
+
+
+def test_memory_that_runs_out_has_other_names(start: Start, model_of: Models, tmp_path: Path) -> None:
+    """Locked memory, libraries, and Triton's programs; other errors end the engine as before."""
+    for text in (
+        "CUDA error: out of memory",
+        "Triton Error [CUDA]: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ):
+        assert ran_out(RuntimeError(text))
+    assert not ran_out(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    handle = start(model_of("llama"), tmp_path)
+    prompts = [draw(f"n{i}", 90) for i in range(2)]
+    wanted = [handle.ask(prompt, reuse=False, max_tokens=20) for prompt in prompts]
+    with scarce(Tee, "layer", lambda number: number == 1, RuntimeError) as failed:
+        found = at_once(handle.engine, prompts)
+    assert failed == [1]
     for ours, theirs in zip(found, wanted, strict=True):
         same(ours, theirs)
 

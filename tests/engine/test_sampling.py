@@ -86,6 +86,28 @@ def test_draws_follow_the_distribution() -> None:
     assert torch.allclose(shares, torch.tensor([0.5, 0.3, 0.15, 0.05]), atol=0.02)
 
 
+def test_requests_without_a_seed_are_drawn_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).expand(20_000, 4)
+    free = Sampler.of(SamplingParams(temperature=1.0), torch.device("cpu"))
+    seeded = [Sampler.of(SamplingParams(temperature=1.0, seed=i), torch.device("cpu")) for i in range(2)]
+    greedy = Sampler.of(SamplingParams(temperature=0), torch.device("cpu"))
+    alone = [sample(logits[:1], [Sampler.of(each.params, torch.device("cpu"))])[0] for each in seeded]
+    launches, real = [], Tensor.exponential_
+
+    def exponential(self: Tensor, **how: torch.Generator) -> Tensor:
+        launches.append(len(self))
+        return real(self, **how)
+
+    monkeypatch.setattr(Tensor, "exponential_", exponential)
+    drawn = sample(logits, [*seeded, greedy, *[free] * (len(logits) - 3)])
+    assert len(launches) == 1 + len(seeded)
+    assert drawn[:3] == [*alone, 0]
+    shares = torch.bincount(torch.tensor(drawn[3:]), minlength=4) / len(logits)
+    assert torch.allclose(shares, torch.tensor([0.5, 0.3, 0.15, 0.05]), atol=0.02)
+    sample(logits, [free] * len(logits))
+    assert len(launches) == 2 + len(seeded)
+
+
 def test_greedy_and_drawn_rows_mix() -> None:
     logits = torch.tensor([[0.0, 5.0], [0.0, 5.0]])
     greedy = Sampler.of(SamplingParams(temperature=0), torch.device("cpu"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -104,11 +106,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     refused.clear()
 
 
+A, B = ((torch.device("cpu"), name) for name in "ab")
+
+
 def test_a_kernel_is_tried_once_for_each_kind(kernels: SimpleNamespace) -> None:
     own = Gate("answers")
-    assert [own.run(lambda k: k.answer(), "a"), own.run(lambda k: k.answer(), "a")] == [5, 5]
-    assert own.passes("b")
-    assert kernels.tried == [("a",), ("b",)]
+    assert [own.run(lambda k: k.answer(), *A), own.run(lambda k: k.answer(), *A)] == [5, 5]
+    assert own.passes(*B)
+    assert kernels.tried == [A, B]
 
 
 def test_a_kernel_that_cannot_be_built_is_done_without(
@@ -116,22 +121,24 @@ def test_a_kernel_that_cannot_be_built_is_done_without(
 ) -> None:
     own = Gate("answers")
     kernels.fault = RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
-    assert own.run(lambda k: k.answer(), "a") is None
+    assert own.run(lambda k: k.answer(), *A) is None
     kernels.fault = None
-    assert own.run(lambda k: k.answer(), "a") is None, "it is not tried again"
+    assert own.run(lambda k: k.answer(), *A) is None, "it is not tried again"
     assert "answers is not used, torch does its work: Failed to find C compiler" in caplog.text
+    assert "(cpu, a)" in caplog.text
+    assert own.passes(*B), "other kinds are"
     assert refused == {"answers": 1}
 
 
 def test_a_launch_that_fails_later_is_torchs_work(kernels: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
     own = Gate("answers")
-    assert own.passes("a")
+    assert own.passes(*A)
 
     def fails(module: object) -> None:
         raise ValueError
 
-    assert own.run(fails, "a") is None
-    assert not own.passes("a")
+    assert own.run(fails, *A) is None
+    assert not own.passes(*A)
     assert "answers is not used, torch does its work: ValueError" in caplog.text
 
 
@@ -139,16 +146,60 @@ def test_a_device_without_memory_says_nothing_of_a_kernel(kernels: SimpleNamespa
     own = Gate("answers")
     kernels.fault = torch.OutOfMemoryError("no memory")
     with pytest.raises(torch.OutOfMemoryError):
-        own.passes("a")
+        own.passes(*A)
     kernels.fault = None
-    assert own.passes("a")
+    assert own.passes(*A)
+
+
+def test_what_has_no_memory_left_for_a_program_says_nothing_of_it(kernels: SimpleNamespace) -> None:
+    own = Gate("answers")
+    kernels.fault = RuntimeError("Triton Error [CUDA]: out of memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        own.passes(*A)
+    kernels.fault = None
+    assert own.passes(*A)
+    assert not refused
+
+
+def test_launches_are_on_the_tensors_device(kernels: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever device is the thread's."""
+    current = [torch.device("cuda", 0)]
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    other = torch.device("cuda", 1)
+    assert Gate("answers").run(lambda module: current[-1], other, "a") == other
+    assert Gate("answers").run(lambda module: current[-1], *A) == current[0]
+
+
+def test_a_triton_that_does_not_fit_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(name: str) -> None:
+        raise AttributeError(f"module 'triton' has no attribute 'knobs' ({name})")
+
+    monkeypatch.setattr(importlib, "import_module", fails)
+    doors.kernel_modules().cache_clear()
+    refused.clear()
+    try:
+        assert [Gate("triton_attention").passes(*A) for _ in range(2)] == [False, False]
+        assert refused == {"triton_attention": 1}
+    finally:
+        doors.kernel_modules().cache_clear()
+        refused.clear()
+    assert caplog.text.count("triton_attention is not used, torch does its work: module 'triton' has no attribute") == 1
 
 
 def test_without_triton_nothing_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     doors.kernel_modules().cache_clear()
     try:
-        assert not Gate("triton_attention").passes()
+        assert not Gate("triton_attention").passes(*A)
     finally:
         doors.kernel_modules().cache_clear()
     assert not caplog.records

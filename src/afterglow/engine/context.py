@@ -31,6 +31,8 @@ class DeviceContext:
         first = own_from // PAGE_ROWS * PAGE_ROWS
         self.whole = Pages(first)
         self.recent = Pages(first) if shape.windowed else None
+        for pages in self._groups():
+            pool.follow(pages)
 
     def __del__(self) -> None:
         for pages in self._groups():

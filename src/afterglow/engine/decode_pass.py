@@ -7,11 +7,13 @@ rows of no request, which read nothing, are written to a row of their own, and a
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,19 +22,22 @@ from afterglow.engine.cached_attention import RelayAttend, RelayGroup, Results
 from afterglow.engine.gather import BatchEntry, Gatherer
 from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.tee import Tee
-from afterglow.engine.transfers import StepInputs, on_device
+from afterglow.engine.transfers import StepInputs
 from afterglow.kernels.device_reads import DeviceReads
 from afterglow.kernels.device_rows import DeviceRows
+from afterglow.kernels.no_memory import ran_out
 from afterglow.kernels.paged_parts import PartLists, PartTables, RowPlaces, TableSizes, place_numbers
 from afterglow.kernels.rope import LayerRotations
+from afterglow.kernels.sending import on_device
 from afterglow.model.decoder import Attention, Decoder
 from afterglow.plan.step import Run
 
 log = logging.getLogger("afterglow.engine")
 
-BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # rows of a pass; above, multiples of 64
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128)  # rows of a pass; above, multiples of 64
 MOST_PASSES = 32  # sizes that are kept, those used last
 RECORDED_AT = 2  # the first pass of a size builds what kernels it needs, the second one is recorded
+AGAIN = 1024  # passes, after which one is recorded again where there was no memory for it
 
 Kind = tuple[bool, int]  # of layers that read the same rows: whether they hold the last ones alone, and their window
 
@@ -49,7 +54,44 @@ class NotStatic(Exception):
 
 
 class NotRecorded(Exception):
-    """A pass could not be recorded."""
+    """A pass could not be recorded. `short`: there was no memory for it."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        super().__init__(str(error))
+        self.short = ran_out(error)
+
+
+class Recorder:
+    """Record passes as CUDA graphs, in a stream and memory of their own: graphs run one after another.
+
+    `torch.cuda.graph` would do so in a stream of whichever device it was first used on, wait for all devices' work, and give back all
+    memory that torch keeps, locked memory too, which the next steps would have to ask for again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = torch.get_device_module(device)
+        self._stream = self._device.Stream(device)
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Record what `compute` launches, without running it. Returns the graph, and the result, where each replay puts it.
+
+        Raises: NotRecorded.
+        """
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with self._device.stream(self._stream):
+                graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+                try:
+                    found = compute()
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):  # what has gone wrong says more
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        except RuntimeError as error:
+            raise NotRecorded(error) from error
+        return graph, found
 
 
 class StaticAttend:
@@ -95,10 +137,10 @@ class DecodePass:
         base: Tensor,
         size: Size,
         kinds: Sequence[Kind],
-        memory: Any,
+        recorder: Recorder,
     ) -> None:
-        """`base`: a row on the device, which is no context's. `kinds`: of layers. `memory`: of all graphs, which run one after another."""
-        self._decoder, self._shape, self._tee, self._memory = decoder, shape, tee, memory
+        """`base`: a row on the device, which is no context's. `kinds`: of layers."""
+        self._decoder, self._shape, self._tee, self._recorder = decoder, shape, tee, recorder
         groups = sorted({recent for recent, _ in kinds})
         lengths = [*[size.rows] * 4, *[4 * size.rows] * len(groups), *(each.total for each in size.tables)]
         self.numbers = torch.zeros(sum(lengths), dtype=torch.int64, device=decoder.device)
@@ -120,20 +162,11 @@ class DecodePass:
         """
         self._times += 1
         if self._graph is None and record and self._times >= RECORDED_AT:
-            self._graph = self._recorded()
+            self._graph, self._hidden = self._recorder.record(self._computed)
         if self._graph is None:
             return self._computed()
         self._graph.replay()
         return self._hidden
-
-    def _recorded(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-                self._hidden = self._computed()
-        except RuntimeError as error:  # memory that runs out is one: a pass as it is needs less
-            raise NotRecorded(str(error)) from error
-        return graph
 
     def _computed(self) -> Tensor:
         self._tee.use(self._index, in_order=True)
@@ -160,9 +193,9 @@ class DecodePasses:
         # Passes that were launched; passes launched ahead that were taken, and that were dropped.
         self.counts = Counter[str]()
         self._passes: dict[Size, DecodePass] = {}
-        self._memory = torch.cuda.graph_pool_handle()
+        self._recorder = Recorder(decoder.device)
         self._most_rows = decoder.static_rows
-        self._record = True
+        self._record_from = 0.0  # launched passes before which none is recorded
         self._off = False
         self._ahead: Ahead | None = None
         sizes = (shape.layers, 2, shape.kv_heads, 1, shape.head_dim)
@@ -199,8 +232,10 @@ class DecodePasses:
         ]
         try:
             hidden = self._run(tokens, following, shared, saved)
-        except torch.OutOfMemoryError:  # the step that is under way goes on without
-            hidden = None
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
+            hidden = None  # the step that is under way goes on without
         if hidden is not None:
             rows = {(entry.job, entry.start): row for row, entry in enumerate(following)}
             self._ahead = Ahead(rows, list(zip(*saved, strict=True)), hidden)
@@ -242,7 +277,7 @@ class DecodePasses:
         chosen = self._passes.pop(size, None)
         if chosen is None:
             parts = self._decoder, self._shape, self._tee, self._base
-            chosen = DecodePass(*parts, size, tuple(self._layer_of), self._memory)
+            chosen = DecodePass(*parts, size, tuple(self._layer_of), self._recorder)
         self._passes[size] = chosen
         if len(self._passes) > MOST_PASSES:
             del self._passes[next(iter(self._passes))]
@@ -250,13 +285,17 @@ class DecodePasses:
         if tokens.device.type != "cpu":
             chosen.numbers[: len(tokens)].copy_(tokens)
         self.counts["launched"] += 1
+        record = self.counts["launched"] >= self._record_from
         try:
-            return chosen.run(self._record)[: len(entries)]
+            return chosen.run(record)[: len(entries)]
         except NotStatic:
             self._off = True
         except NotRecorded as error:
             log.warning("steps that decode are not recorded as CUDA graphs: %s", error)
-            self._record = False
+            self._record_from = math.inf
+            if error.short:  # a pass as it is needs less, and there may be more later
+                self._record_from = self.counts["launched"] + AGAIN
+                torch.cuda.empty_cache()
         return None
 
     def _numbers(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -115,6 +116,8 @@ def _pin(array: npt.NDArray[np.uint8]) -> None:
     address = array.ctypes.data
     error = int(runtime.cudaHostRegister(address, array.nbytes, 0))
     if error:
+        with contextlib.suppress(RuntimeError):  # the next launch raises CUDA's last error: this one takes it away
+            torch.ones(1, device="cuda")
         raise ConfigError(
             f"--host-cache {format_size(array.nbytes)} cannot be locked in memory for copies to the device (CUDA error "
             f"{error}); give it less, or raise the limit of locked memory (ulimit -l)"

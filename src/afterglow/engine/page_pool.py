@@ -1,19 +1,20 @@
 """Lend pages of device memory to contexts, and take them back.
 
 Slabs of pages are taken from the system as they are needed, and used again. Contexts of models with sliding windows have pages of two
-kinds: those of the layers that hold all rows, and of those that hold the last rows alone. Where the pool is at its limit, unused slabs of
-one kind make room for the other.
+kinds: those of the layers that hold all rows, and of those that hold the last rows alone. The plan counts their bytes together. So where
+the pool is at its limit, the pages of one kind move together, out of the slabs that hold the fewest, which make room for the other.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from weakref import WeakSet
 
 import torch
 
 from afterglow.engine.kv_shape import KVShape
-from afterglow.kernels.context_pages import PAGE_ROWS, Page, Slab
+from afterglow.kernels.context_pages import PAGE_ROWS, Page, Pages, Slab
 from afterglow.memory.pages import allocate
 from afterglow.memory.prefault import Prefault
 
@@ -23,7 +24,8 @@ PARTS = 8  # of the limit: slabs are no larger, so that two kinds of pages find 
 
 
 class PagePool:
-    """Pages for contexts of one shape, of about `limit` bytes in all as long as the plan keeps its budget: slabs are whole."""
+    """Pages for contexts of one shape: as long as the plan keeps its budget, of `limit` bytes in all, and at most a slab of each kind more,
+    since slabs are whole."""
 
     def __init__(self, shape: KVShape, limit: int, prefault: Prefault | None = None) -> None:
         """`prefault`: the thread that touches memory ahead of its use, on a CPU."""
@@ -31,15 +33,21 @@ class PagePool:
         self._limit = limit
         self._prefault = prefault if shape.device.type == "cpu" else None
         self._slabs: dict[int, list[Slab]] = {}  # by the number of layers
+        self._lists: WeakSet[Pages] = WeakSet()  # that hold its pages
 
     @property
     def num_bytes(self) -> int:
         """Count the bytes of all slabs."""
         return sum(slab.data.nbytes for slabs in self._slabs.values() for slab in slabs)
 
+    def follow(self, pages: Pages) -> None:
+        """Tell a list of its pages from now on when these have moved."""
+        self._lists.add(pages)
+
     def take(self, layers: int, count: int, after: Page | None = None) -> Iterator[Page]:
         """Lend pages of so many layers, with undefined contents, in runs as long as there are: if possible those behind a page.
 
+        Between two of them, pages that others hold may move: nothing may know where they are but lists that the pool follows.
         Raises: `torch.OutOfMemoryError`.
         """
         slabs = self._slabs.setdefault(layers, [])
@@ -68,6 +76,21 @@ class PagePool:
         for slabs in self._slabs.values():
             slabs[:] = [slab for slab in slabs if slab.used]
 
+    def _emptied(self, spared: int) -> bool:
+        """Move the pages of a slab, of a kind that is not `spared`, to others of its kind. Returns whether one had room in them."""
+        for layers, slabs in self._slabs.items():
+            least = min(slabs, key=lambda slab: slab.used, default=None)
+            if layers == spared or least is None or least.used > sum(slab.free for slab in slabs) - least.free:
+                continue
+            others = [slab for slab in slabs if slab is not least]
+            moved = {page for pages in self._lists for page in pages if page.slab is least}
+            for page in moved:
+                page.move(next(slab for slab in others if slab.free))
+            for pages in self._lists:
+                pages.moved(moved)
+            return not least.used
+        return False
+
     def prepare(self, layers: int) -> None:
         """Have memory for the first pages before they are needed."""
         if not self._slabs.setdefault(layers, []):
@@ -93,6 +116,8 @@ class PagePool:
         count = self._count(layers)
         size = count * self._bytes(layers)
         if self._left < size:
+            self.shrink()
+        while self._left < size and self._emptied(layers):
             self.shrink()
         sizes = layers, 2, self._shape.kv_heads, count * PAGE_ROWS, self._shape.head_dim
         if self._shape.device.type == "cpu":

@@ -21,6 +21,7 @@ from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.slot_pieces import slot_pieces
 from afterglow.engine.stats import GatherCounters
 from afterglow.kernels.context_pages import PAGE_ROWS, Pages, Slab
+from afterglow.kernels.no_memory import ran_out
 from afterglow.kernels.rope import LayerRopes
 from afterglow.kernels.slot_gather import SlotGather
 from afterglow.plan.step import Gather, RowsAhead, Step
@@ -61,7 +62,9 @@ class DeviceReadBuffer:
                     rotation = None if angles is None else angles.at(layer)
                     gather.put(self._arena[layer], pages, layer, rotation, 0)
                     self._layers += 1
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not ran_out(error):
+                    raise
                 log.warning("the device has no memory to read the next request's rows ahead: %s", error)
             finally:
                 self._copied = self._device.Event()

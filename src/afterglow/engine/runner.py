@@ -15,7 +15,7 @@ from torch import Tensor
 
 from afterglow.config import EngineConfig
 from afterglow.engine.cached_attention import CachedAttend, RelayAttend, RelayCosts, RelayGroup, depth_of, groups_of
-from afterglow.engine.context import DeviceContext
+from afterglow.engine.contexts import Contexts
 from afterglow.engine.decode_pass import DecodePasses, decodes_alone
 from afterglow.engine.gather import BatchEntry, Gatherer, HostRows
 from afterglow.engine.grammars.masks import Constraint
@@ -31,10 +31,12 @@ from afterglow.engine.speculation.guesser import Guesser
 from afterglow.engine.stats import GatherCounters, RelayCounters
 from afterglow.engine.tee import Tee, saves_of
 from afterglow.engine.token_outputs import RunOutput, TokenOutputs
-from afterglow.engine.transfers import StepInputs, on_device
+from afterglow.engine.transfers import StepInputs
 from afterglow.importance.chunk_loader import ImportanceStats
 from afterglow.kernels.built import native
 from afterglow.kernels.device_reads import possible
+from afterglow.kernels.no_memory import ran_out
+from afterglow.kernels.sending import on_device
 from afterglow.memory.prefault import Prefault, SlotPrefault
 from afterglow.model.decoder import Decoder
 from afterglow.plan.batching.compose import IDLE_PREFILL
@@ -91,8 +93,7 @@ class TorchRunner:
         self._selective = selective
         # rows that separate passes may compute in a step while others decode; 0: any
         self._chunk = size.prefill_chunk
-        self._running: dict[int, DeviceContext] = {}  # by job
-        self._retained: dict[int, DeviceContext] = {}  # by the plan's number
+        self.contexts = Contexts(self.shape, self._pool)
         self._selections: dict[int, PrefixSelection] = {}  # of prefixes that are not attended to as a whole, by job
         self._separate: dict[int, SeparatePass] = {}  # passes of their own that go on, by job
         self._ended: set[int] = set()  # jobs that have ended, and whose device memory the plan has not released yet
@@ -111,7 +112,7 @@ class TorchRunner:
 
     def forget(self, job: int) -> None:
         """Note that the job has ended; its device memory stays until the plan releases it."""
-        if job in self._running:
+        if job in self.contexts.running:
             self._ended.add(job)
         else:
             self._outputs.forget(job)
@@ -122,19 +123,15 @@ class TorchRunner:
         for release in step.releases:
             self._tee.release(release.job)
             for save in release.saves:
-                self._tee.context(self._running[release.job], save, self.decoder.rotation)
-            context = self._running.pop(release.job, None)
+                self._tee.context(self.contexts.running[release.job], save, self.decoder.rotation)
+            self.contexts.release(release)
             self._selections.pop(release.job, None)
             self._separate.pop(release.job, None)
             if release.job in self._ended:
                 self._ended.remove(release.job)
                 self._outputs.forget(release.job)
-            if release.context is not None:
-                assert context is not None, f"job {release.job} has nothing on the device to retain"
-                context.shorten(release.rows)
-                self._retained[release.context] = context
         for number in step.frees:
-            self._retained.pop(number, None)
+            self.contexts.retained.pop(number, None)
         if self._short:
             self._short = False
             self._pool.shrink()
@@ -148,15 +145,13 @@ class TorchRunner:
 
     def _run(self, step: Step) -> RunOutput:
         """Run the shared pass, and separate passes beside it as far as they delay no other request."""
-        for run in step.runs:  # first of all: others may get the pages that a job leaves out of what it takes over
-            admit = run.admit
-            if admit is not None and admit.take and admit.context in self._retained:
-                self._retained[admit.context].shorten(admit.device_rows)
+        for run in step.runs:  # first of all
+            self.contexts.shorten(run)
         runs = [run for run in step.runs if not self._is_separate(run)]
-        self._tee.begin(*saves_of(runs))
         separate = [run for run in step.runs if self._is_separate(run)]
+        self._tee.begin(*saves_of(runs))
         out = RunOutput(StepResult({}, {}))
-        passes = [self._separate_pass(run) for run in separate]
+        passes = self._separate_passes(separate)
         work = self._chunk if runs and self._chunk else IDLE_PREFILL
         work *= self.decoder.spec.layers
         budget = self._wait_budget(WAIT_BESIDE if runs else WAIT_ALONE)
@@ -177,33 +172,43 @@ class TorchRunner:
     def _is_separate(self, run: Run) -> bool:
         return run.job in self._separate or (run.admit is not None and bool(run.admit.selectable))
 
+    def _separate_passes(self, runs: Sequence[Run]) -> list[SeparatePass]:
+        """Get the separate passes of the runs that the device has memory for."""
+        found: list[SeparatePass] = []
+        for run in runs:
+            try:
+                found.append(self._separate_pass(run))
+            except RuntimeError as error:
+                self._leave_out([run], error)
+        return found
+
     def _separate_pass(self, run: Run) -> SeparatePass:
         """Get the separate pass of a run; begin it, with the selection from the prefix, at the job's first run."""
         if (separate := self._separate.get(run.job)) is not None:
             return separate
         assert self._selective is not None, "a job that selects, on an engine that does not"
         assert run.admit is not None
-        self._admit(run)
-        entry = self._entry(run, slice(0, len(run.tokens)))
+        self.contexts.admit(run)
+        entry = self.contexts.entry(run, slice(0, len(run.tokens)))
         retention = self._outputs.request(run.job).kv_retention
         selection = self._selective.begin(run.admit.selectable, retention, run.admit.exact)
-        self._selections[run.job] = selection
         entry.own_from = selection.rows
         positions = torch.arange(entry.start, entry.stop, device=self.decoder.device)
         hidden = self.decoder.begin(on_device(run.tokens, self.decoder.device), positions)
-        self._separate[run.job] = SeparatePass(selection, entry, hidden)
-        return self._separate[run.job]
+        begun = self._separate[run.job] = SeparatePass(selection, entry, hidden)
+        self._selections[run.job] = selection
+        return begun
 
     def _end_passes(self, runs: Sequence[Run], out: RunOutput) -> None:
         """Add the outputs of separate passes to the step's."""
         waiting, exhausted = list(out.result.waiting), list(out.result.exhausted)
         for run in runs:
-            separate = self._separate[run.job]
-            if not separate.over:
+            separate = self._separate.get(run.job)
+            if separate is not None and not separate.over:
                 waiting.append(run.job)
                 continue
-            del self._separate[run.job]
-            if separate.exhausted:
+            self._separate.pop(run.job, None)
+            if separate is None or separate.exhausted:
                 exhausted.append(run.job)
                 continue
             entry = separate.entry
@@ -211,9 +216,15 @@ class TorchRunner:
             entry.context.rows = entry.start if failed else entry.stop
             last = entry.stop - entry.start - 1
             moved = replace(entry, where=slice(0, last + 1))
-            own = self._outputs.draw([run], [moved], separate.hidden.normed, [last], failed=failed)
-            if not failed:
-                own.selected[run.job] = separate.selection.summary()
+            try:
+                selected = None if failed else separate.selection.summary()
+                own = self._outputs.draw([run], [moved], separate.hidden.normed, [last], failed=failed)
+            except RuntimeError as error:
+                self._leave_out([run], error)
+                exhausted.append(run.job)
+                continue
+            if selected is not None:
+                own.selected[run.job] = selected
                 read = separate.selection.prefix.reads.bytes
                 own.result.selecting[run.job] = SelectingPass(separate.seconds, read, separate.waited)
             out.add(own)
@@ -227,23 +238,29 @@ class TorchRunner:
         while runs:
             try:
                 out = self._forward(step, runs, budget, len(runs) == len(every))
-            except torch.OutOfMemoryError as error:
-                log.warning("the device has no memory for %d rows of %d requests: %s", _rows(runs), len(runs), error)
+            except RuntimeError as error:
+                if ran_out(error):
+                    self._gatherer.end()
+                self._leave_out(runs, error)
             else:
                 if left := [run.job for run in every[len(runs) :]]:
                     out.result = replace(out.result, exhausted=left)
                 return out
-            self._gatherer.end()
-            left_out = runs[-1].admit
-            if left_out is not None and left_out.context is not None and left_out.take:
-                self._retained.pop(left_out.context, None)  # the plan counts it no more
             runs = runs[:-1]
-            self._short = True
-            self._pool.shrink()
             self._tee.cut(_rows(runs))
-            if self.decoder.device.type == "cuda":
-                torch.cuda.empty_cache()
         return RunOutput(StepResult({}, {}, exhausted=[run.job for run in every]))
+
+    def _leave_out(self, runs: Sequence[Run], error: RuntimeError) -> None:
+        """Leave out the last of runs that the device has no memory for, and return what nothing uses. Raises: `error`, if it means
+        another thing."""
+        if not ran_out(error):
+            raise error
+        log.warning("the device has no memory for %d rows of %d requests: %s", _rows(runs), len(runs), error)
+        self.contexts.leave_out(runs[-1])
+        self._short = True
+        self._pool.shrink()
+        if self.decoder.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _forward(self, step: Step, runs: Sequence[Run], budget: WaitBudget, whole: bool) -> RunOutput:
         """Run the decoder once for `runs`. `whole`: they are all runs of the step that share a pass."""
@@ -252,10 +269,10 @@ class TorchRunner:
         positions: list[Tensor] = []
         at = 0
         for run in runs:
-            self._admit(run)
+            self.contexts.admit(run)
         for run in runs:
             n = len(run.tokens)
-            entries.append(self._entry(run, slice(at, at + n)))
+            entries.append(self.contexts.entry(run, slice(at, at + n)))
             ids += run.tokens
             positions.append(torch.arange(run.start, run.start + n))
             at += n
@@ -283,9 +300,7 @@ class TorchRunner:
         self.relayed.levels = max(self.relayed.levels, depth_of(groups))
         self._gatherer.read_ahead(step.ahead, self.decoder.rope)
         self._gatherer.end()
-        out = self._after(runs, entries, normed, rows, selecting, meanwhile)
-        self._tee.end()
-        return out
+        return self._after(runs, entries, normed, rows, selecting, meanwhile)
 
     def _computed(
         self,
@@ -326,21 +341,25 @@ class TorchRunner:
     ) -> RunOutput:
         """Count the new rows of the contexts, and draw tokens from the rows `rows` of the batch. `meanwhile`: goes on from these."""
         left = selecting.left if selecting is not None else {}
-        self._separate.update(left)
         failed = {entry.job: entry.failed for entry in entries if entry.failed is not None}
+        selected = {
+            entry.job: selection.summary()
+            for entry in (entries if selecting is not None else ())
+            if (selection := self._selections.get(entry.job)) is not None and entry.job not in left
+        }
+        out = self._outputs.draw(runs, entries, hidden, rows, failed=failed, left=left, meanwhile=meanwhile)
+        # From here on nothing needs memory of the device: a step that has drawn is never attempted again.
+        self._separate.update(left)
         for entry in entries:
             entry.context.rows = entry.start if entry.job in failed or entry.job in left else entry.stop
-        out = self._outputs.draw(runs, entries, hidden, rows, failed=failed, left=left, meanwhile=meanwhile)
         for run, entry in zip(runs, entries, strict=True):
             if void := run.guessed - out.result.accepted.get(run.job, 0):
                 entry.context.rows -= void
                 if run.saves:
                     self._tee.take_back(run.job, void)
         out.result = replace(out.result, waiting=list(left), late=[entry.job for entry in entries if entry.late])
-        for entry in entries if selecting is not None else ():
-            selection = self._selections.get(entry.job)
-            if selection is not None and entry.job not in left:
-                out.selected[entry.job] = selection.summary()
+        out.selected.update(selected)
+        self._tee.end()
         return out
 
     def _selective_decoding(self, entries: Sequence[BatchEntry], budget: WaitBudget) -> SelectiveDecoding | None:
@@ -365,34 +384,6 @@ class TorchRunner:
         if shape.device.type == "cpu":
             return native() is not None
         return possible(shape.device, shape.dtype, shape.head_dim, spec.heads, shape.kv_heads, spec.score_cap or 0.0)
-
-    def _entry(self, run: Run, where: slice) -> BatchEntry:
-        """Give a run's context pages for its new rows."""
-        assert run.job in self._running, f"job {run.job} runs without ever having been admitted"
-        context, stop = self._running[run.job], run.start + len(run.tokens)
-        context.make_room(stop, run.capacity)
-        gather_from = run.start - sum(gather.stop - gather.start for gather in run.gathers)
-        return BatchEntry(run.job, where, run.start, stop, context, run.gathers, gather_from)
-
-    def _admit(self, run: Run) -> None:
-        """Make the context of a job's first run, with the rows that the plan wants in it before the forward pass."""
-        job, admit = run.job, run.admit
-        if admit is None:
-            return
-        if admit.context is not None and admit.take:
-            if job not in self._running:
-                self._running[job] = self._retained.pop(admit.context)
-            self._running[job].cut(admit.device_rows)  # also if an attempt at this step has failed before
-            return
-        if job in self._running:
-            return
-        context = DeviceContext(self.shape, self._pool, run.start if admit.selectable else 0)
-        source = self._retained[admit.context] if admit.context is not None else None
-        if admit.fellow is not None:
-            source = self._running[admit.fellow]
-        if source is not None:
-            context.share(source, admit.device_rows)
-        self._running[job] = context
 
 
 def _rows(runs: Sequence[Run]) -> int:

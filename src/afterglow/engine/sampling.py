@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from afterglow.engine.transfers import fetched, on_device
+from afterglow.engine.transfers import fetched
+from afterglow.kernels.sending import on_device
 from afterglow.request import SamplingParams, TokenLogprob
 
 NEG_INF = float("-inf")
@@ -27,7 +29,7 @@ class Shaping:
         self._params = params
         self._prompt = prompt
         self._stops = sorted(stop_tokens)
-        self._generated = 0
+        self._generated: list[int] = []
         self._tables: _Tables | None = None  # made for the first token: a waiting request needs none
 
     @staticmethod
@@ -43,9 +45,9 @@ class Shaping:
         """Change a row of logits [vocab] in place."""
         params = self._params
         if self._tables is None:
-            self._tables = _Tables.of(params, self._prompt, self._stops, row)
+            self._tables = _Tables.of(params, self._prompt, self._generated, self._stops, row)
         tables = self._tables
-        if self._generated < params.min_tokens:
+        if len(self._generated) < params.min_tokens:
             row[tables.stops] = NEG_INF
         if tables.bias is not None:
             row += tables.bias
@@ -57,12 +59,22 @@ class Shaping:
 
     def drew(self, token: int) -> None:
         """Note that a token was drawn from the changed logits."""
-        self._generated += 1
+        self._generated.append(token)
         if self._tables is not None:
             if self._tables.counts is not None:
                 self._tables.counts[token] += 1
             if self._tables.seen is not None:
                 self._tables.seen[token] = True
+
+    @property
+    def drawn(self) -> int:
+        """Count the tokens that were drawn."""
+        return len(self._generated)
+
+    def go_back(self, drawn: int) -> None:
+        """Forget all tokens but the first so many. The tables are made anew for the next token."""
+        del self._generated[drawn:]
+        self._tables = None
 
 
 @dataclass(slots=True)
@@ -75,7 +87,14 @@ class _Tables:
     counts: Tensor | None  # how often each token was generated
 
     @classmethod
-    def of(cls, params: SamplingParams, prompt: Sequence[int], stops: Sequence[int], row: Tensor) -> _Tables:
+    def of(
+        cls,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        generated: Sequence[int],
+        stops: Sequence[int],
+        row: Tensor,
+    ) -> _Tables:
         tables = cls(_ids(stops, row), None, None, None)
         if params.logit_bias:
             tables.bias = torch.zeros_like(row)
@@ -83,9 +102,11 @@ class _Tables:
             tables.bias[_ids(list(params.logit_bias), row)] = values
         if params.repetition_penalty != 1:
             tables.seen = torch.zeros_like(row, dtype=torch.bool)
-            tables.seen[_ids(prompt, row)] = True
+            tables.seen[_ids([*prompt, *generated], row)] = True
         if params.frequency_penalty or params.presence_penalty:
             tables.counts = torch.zeros_like(row)
+            found = Counter(generated)
+            tables.counts[_ids(list(found), row)] = on_device(list(found.values()), row.device, row.dtype)
         return tables
 
 
@@ -93,10 +114,17 @@ def _ids(tokens: Sequence[int], row: Tensor) -> Tensor:
     return on_device(list(tokens), row.device)
 
 
+class DrawState(NamedTuple):
+    """How far a request has drawn: the state of its own generator, and the tokens that its shaping knows."""
+
+    state: Tensor | None
+    tokens: int
+
+
 @dataclass(slots=True)
 class Sampler:
     """Hold how one request draws. A seeded request owns a generator, so that its tokens do not depend on other requests in the
-    batch."""
+    batch; all others share one, and are drawn in one launch."""
 
     params: SamplingParams
     generator: torch.Generator | None = None
@@ -114,12 +142,33 @@ class Sampler:
         shaping = Shaping(params, prompt, stop_tokens) if Shaping.wanted(params) else None
         if params.temperature == 0:
             return cls(params, None, shaping)
-        generator = torch.Generator(device=device)
         if params.seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(params.seed % 2**63)
+            return cls(params, _shared(device), shaping)
+        generator = torch.Generator(device=device)
+        generator.manual_seed(params.seed % 2**63)
         return cls(params, generator, shaping)
+
+    @property
+    def state(self) -> DrawState:
+        """Return how far the request has drawn."""
+        seeded = self.generator is not None and self.params.seed is not None
+        state = self.generator.get_state() if self.generator is not None and seeded else None
+        return DrawState(state, 0 if self.shaping is None else self.shaping.drawn)
+
+    def go_back(self, drawn: DrawState) -> None:
+        """Go on from there: what was drawn later never was."""
+        if drawn.state is not None and self.generator is not None:
+            self.generator.set_state(drawn.state)
+        if self.shaping is not None:
+            self.shaping.go_back(drawn.tokens)
+
+
+@functools.cache
+def _shared(device: torch.device) -> torch.Generator:
+    """Return the generator of requests without a seed."""
+    generator = torch.Generator(device=device)
+    generator.seed()
+    return generator
 
 
 Meanwhile: TypeAlias = Callable[[Tensor], None]
@@ -149,8 +198,12 @@ def _drawn(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
     probs = _filtered(logits if rows is None else logits[rows], [samplers[i].params for i in drawn])
     # The exponential race draws from `probs` without normalising them; argmax of p/E is a categorical draw.
     noise = torch.empty_like(probs)
+    shared = next((samplers[i].generator for i in drawn if samplers[i].params.seed is None), None)
+    if shared is not None:
+        noise.exponential_(generator=shared)
     for row, i in enumerate(drawn):
-        noise[row].exponential_(generator=samplers[i].generator)
+        if samplers[i].params.seed is not None:
+            noise[row].exponential_(generator=samplers[i].generator)
     tokens = (probs / noise.clamp_min_(1e-30)).argmax(dim=-1)
     if rows is not None:
         tokens = logits.argmax(dim=-1).index_copy_(0, rows, tokens)

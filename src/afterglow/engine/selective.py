@@ -66,6 +66,7 @@ class PrefixSelection:
     _places: ChunkPlaces | None = None  # where the store has means
     _averaged: LayerRotations | None = None  # of these chunks
     _decoded: int = 0  # tokens since the last selection
+    _counted: int = -1  # own rows before the step whose tokens were counted last: it may be attempted again
     _renewing: bool = False
     _stuck: bool = False  # other rows of the prefix cannot be read any more
 
@@ -105,7 +106,7 @@ class PrefixSelection:
         queries = Queries(layer, q, own, scale)
         if layer < len(self.kept):
             if layer == 0:
-                self._count(len(q))
+                self._count(len(own) - len(q), len(q))
             if self._renewing:
                 yield from self._renew(queries)
             loaded = self._loaded[layer] if self._loaded else None
@@ -182,8 +183,11 @@ class PrefixSelection:
         self.kept[-1] = loaded.kept
         self._loaded.append(loaded)
 
-    def _count(self, tokens: int) -> None:
-        """Count decoded tokens, and decide whether they select anew."""
+    def _count(self, before: int, tokens: int) -> None:
+        """Count decoded tokens behind `before` own rows, and decide whether they select anew."""
+        if before == self._counted:
+            return
+        self._counted = before
         self._decoded += tokens
         self._renewing = bool(
             self.shared.renew and self._decoded >= self.shared.renew and not self._stuck and any(self._loaded)

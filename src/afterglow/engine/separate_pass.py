@@ -16,10 +16,11 @@ from torch import Tensor
 
 from afterglow.engine.gather import BatchEntry
 from afterglow.engine.selective import PrefixSelection
-from afterglow.engine.transfers import on_device
 from afterglow.importance.chunk_loader import ImportanceStats, RowsLost
 from afterglow.importance.waits import Waits
 from afterglow.kernels.attention import attend, merge
+from afterglow.kernels.no_memory import ran_out
+from afterglow.kernels.sending import on_device
 from afterglow.model.decoder import Attention, Hidden
 from afterglow.store.moving.reading import Reading
 
@@ -63,6 +64,7 @@ class SeparatePass:
         self.waited = 0.0  # seconds, until it was its turn again
         decoder = selection.shared.decoder
         self._angles = decoder.rotation(torch.arange(entry.start, entry.stop, device=decoder.device))
+        self._last = on_device([len(hidden.x) - 1], decoder.device)
 
     @property
     def over(self) -> bool:
@@ -77,21 +79,23 @@ class SeparatePass:
         late = time.monotonic() - self._since >= self.selection.shared.loader.timeout
         return None if reading is None or reading.ended or late else reading
 
-    def go_on(self, layers: int, logit_rows: Tensor | None) -> int:
+    def go_on(self, layers: int) -> int:
         """Compute up to `layers` more layers without waiting. Returns how many were computed.
 
-        Where rows are lost, the entry's `failed` names the extent. `logit_rows`: the rows that the last layer computes.
+        Where rows are lost, the entry's `failed` names the extent. The last layer computes the last row alone.
         """
         decoder, first, began = self.selection.shared.decoder, self.hidden.layer, time.perf_counter()
         if self._waits_for is not None:
             self.waited += time.monotonic() - self._since
         try:
-            decoder.go_on(self.hidden, self, logit_rows, min(first + layers, decoder.spec.layers))
+            decoder.go_on(self.hidden, self, self._last, min(first + layers, decoder.spec.layers))
         except _MustWait:
             pass
         except RowsLost as lost:
             self.entry.failed = lost.extent
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
             log.warning("the device has no memory for %d rows that select: %s", len(self.hidden.x), error)
             self.exhausted = True
         self.seconds += time.perf_counter() - began
@@ -126,9 +130,8 @@ def go_on(passes: Sequence[SeparatePass], work: int, budget: WaitBudget) -> int:
     while passes:
         for each in passes:
             rows = len(each.hidden.x)
-            last = on_device([rows - 1], each.hidden.x.device)
             while work > 0 and not each.over and each.waits_for is None:
-                work -= rows * max(1, each.go_on(max(1, work // rows), last))
+                work -= rows * max(1, each.go_on(max(1, work // rows)))
         passes = [each for each in passes if not each.over]
         readings = [reading for each in passes if (reading := each.waits_for) is not None]
         if work <= 0 or (readings and not budget.wait(readings[0])):

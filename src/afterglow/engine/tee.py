@@ -8,6 +8,7 @@ next layer does not wait for the copy.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,10 +22,13 @@ from torch import Tensor
 
 from afterglow.engine.context import DeviceContext
 from afterglow.engine.kv_shape import KVShape
+from afterglow.kernels.no_memory import ran_out
 from afterglow.kernels.rope import LayerRotations, inverse, rotate
 from afterglow.kernels.stored_rows import narrowed, stored_width
 from afterglow.plan.step import Run, Save
 from afterglow.store.kvstore import KVStore
+
+log = logging.getLogger("afterglow.engine")
 
 FLUSH_ROWS = 16
 
@@ -240,15 +244,21 @@ class Tee:
             self._free.append(lane.index)
 
     def context(self, context: DeviceContext, save: Save, rotation: Callable[[Tensor], LayerRotations | None]) -> None:
-        """Save rows of a context that is about to be given up: its keys are turned back, by one rounding more. `rotation`: of positions."""
-        rows = torch.arange(save.job_row, save.job_row + save.rows, device=self._tail.device)
-        rotations = rotation(rows)
-        for layer in range(self._tail.shape[0]):
-            keys, values = context.read(layer, save.job_row, save.job_row + save.rows)
-            turned = rotations.at(layer) if rotations is not None else None
-            keys = keys.clone() if turned is None else rotate(keys, inverse(turned))
-            k, v = narrowed(keys, self._dtype), narrowed(values.clone(), self._dtype)
-            self._exit.take(partial(self._store.save, save.draft, layer, save.slots, save.draft_row), k, v)
+        """Save rows of a context that is about to be given up, or none where the device has no memory for copies: its keys are turned
+        back, by one rounding more. `rotation`: of positions."""
+        layers = self._tail.shape[0]
+        for layer in range(layers):
+            try:
+                keys, values = _turned_back(context, layer, save, rotation)
+                k, v = narrowed(keys, self._dtype), narrowed(values, self._dtype)
+                self._exit.take(partial(self._store.save, save.draft, layer, save.slots, save.draft_row), k, v)
+            except RuntimeError as error:
+                if not ran_out(error):
+                    raise
+                log.warning("%d rows over a selection are not kept: %s", save.rows, error)
+                self._exit.hand_over(wait=True)
+                self._store.lose(save.draft, save.draft_row, save.rows, layers - layer)
+                return
         self._exit.hand_over(wait=True)
 
     def _flush_full(self) -> None:
@@ -257,11 +267,37 @@ class Tee:
                 self._flush(lane)
 
     def _flush(self, lane: _Lane) -> None:
+        """Have the rows of a lane leave, also where the device has no memory left: no step is repeated for them."""
         if lane.count == 0:
             return
-        rows = self._tail[:, :, lane.index, : lane.count].clone()  # the lane is filled again before the copy is done
-        self._exit.take(partial(self._store.save_block, lane.draft, lane.slots, lane.first), rows)
+        rows = self._tail[:, :, lane.index, : lane.count]
+        save = partial(self._store.save_block, lane.draft, lane.slots, lane.first)
+        try:
+            self._exit.take(save, rows.clone())  # the lane is filled again before the copy is done
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
+            log.warning("rows leave the device one layer after the other, and are waited for: %s", error)
+            save(_bytes(_fetched(rows)))
         lane.count = 0
+
+
+def _turned_back(
+    context: DeviceContext, layer: int, save: Save, rotation: Callable[[Tensor], LayerRotations | None]
+) -> tuple[Tensor, Tensor]:
+    """Copy the rows of a save, with keys as they were before they were rotated."""
+    keys, values = context.read(layer, save.job_row, save.job_row + save.rows)
+    rotations = rotation(torch.arange(save.job_row, save.job_row + save.rows, device=keys.device))
+    turned = rotations.at(layer) if rotations is not None else None
+    return keys.clone() if turned is None else rotate(keys, inverse(turned)), values.clone()
+
+
+def _fetched(rows: Tensor) -> Tensor:
+    """Copy rows [layers, 2, rows, kv_heads, width] to the CPU without memory of the device: each run of memory by itself."""
+    found = torch.empty(rows.shape, dtype=rows.dtype)
+    for here, there in zip(found.flatten(0, 1), rows.flatten(0, 1), strict=True):
+        here.copy_(there)
+    return found
 
 
 def saves_of(runs: Sequence[Run]) -> tuple[list[tuple[slice, Save]], list[tuple[int, int, Save]]]:

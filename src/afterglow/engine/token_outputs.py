@@ -12,7 +12,7 @@ from afterglow.engine.gather import BatchEntry
 from afterglow.engine.grammars.masks import Constraint, Drawn, Masks
 from afterglow.engine.sampling import Meanwhile, Sampler, logprobs_of, sample
 from afterglow.engine.speculation.guesser import Guesser, Guesses
-from afterglow.engine.transfers import on_device
+from afterglow.kernels.sending import on_device
 from afterglow.model.decoder import Decoder
 from afterglow.plan.step import Run, StepResult
 from afterglow.request import Request, Selected, TokenLogprob, stop_tokens
@@ -107,16 +107,25 @@ class TokenOutputs:
 
         `hidden`: the rows `logit_rows` of the batch. `failed`: jobs whose rows are void, and the extents that failed them.
         `left`: jobs that have left the pass. `meanwhile`: goes on from the tokens of runs that decode on.
+        Where it raises, nothing has been drawn: the same tokens are drawn when it is called again.
         """
         drawing = [i for i, run in enumerate(runs) if run.sample and run.job not in failed and run.job not in left]
         out = RunOutput(StepResult({}, failed))
-        if drawing:
-            self._draw([runs[i] for i in drawing], [entries[i] for i in drawing], hidden, logit_rows, out, meanwhile)
         for run, entry in zip(runs, entries, strict=True):
             request, _ = self._requests[run.job]
             top = request.sampling.prompt_logprobs
             if top is not None and run.start < len(request.prompt) and run.job not in failed:
                 out.prompt_logprobs[run.job] = (run.start, self._prompt_logprobs(request, entry, hidden, top))
+        if not drawing:
+            return out
+        samplers = [self._requests[runs[i].job][1] for i in drawing]
+        before = [sampler.state for sampler in samplers]
+        try:
+            self._draw([runs[i] for i in drawing], [entries[i] for i in drawing], hidden, logit_rows, out, meanwhile)
+        except BaseException:
+            for sampler, state in zip(samplers, before, strict=True):
+                sampler.go_back(state)
+            raise
         return out
 
     def _draw(

@@ -48,11 +48,6 @@ class StepInputs:
         return torch.split(there, [len(each) for each in numbers])
 
 
-def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return a few values as a tensor on the device. Nothing waits: CUDA has read them when the call returns."""
-    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
-
-
 def fetched(*tensors: Tensor, meanwhile: Callable[[], None] | None = None) -> list[Any]:
     """Wait for the device, and return tensors as nested lists. They leave it in one copy. `meanwhile`: launches work that is not waited
     for."""

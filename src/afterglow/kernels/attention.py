@@ -19,6 +19,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from afterglow.kernels.gate import launching_on
+from afterglow.kernels.no_memory import ran_out
+
 log = logging.getLogger("afterglow.kernels")
 
 TILE = 256  # queries whose scores are in memory together, where no operator computes them
@@ -72,8 +75,9 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     dtype = out.dtype
     if out.device.type == "cuda" and (fused := _fused()) is not None:
         out, lse = out.to(torch.float32, copy=True), lse.clone()
-        for other, other_lse in parts[1:]:
-            fused(out, lse, other, other_lse)
+        with launching_on(out.device):
+            for other, other_lse in parts[1:]:
+                fused(out, lse, other, other_lse)
         return out.to(dtype), lse
     out = out.float()
     for other, other_lse in parts[1:]:
@@ -94,10 +98,11 @@ def merge_into(out: Tensor, lse: Tensor, rows: slice | Tensor, part: tuple[Tenso
     """Merge a part, [n, heads, head_dim] and [n, heads], into `rows` (n different rows; a slice or int64) of the results so
     far: `out` [batch, heads, head_dim] and `lse` [batch, heads], float32."""
     if out.device.type == "cuda" and (fused := _fused()) is not None:
-        if isinstance(rows, slice):
-            fused(out[rows], lse[rows], *part)
-        else:
-            fused(out, lse, *part, rows)
+        with launching_on(out.device):
+            if isinstance(rows, slice):
+                fused(out[rows], lse[rows], *part)
+            else:
+                fused(out, lse, *part, rows)
         return
     out[rows], lse[rows] = merge(((out[rows], lse[rows]), part))
 
@@ -106,14 +111,16 @@ def merge_into(out: Tensor, lse: Tensor, rows: slice | Tensor, part: tuple[Tenso
 def _fused() -> Callable[..., None] | None:
     """Return the merge as one kernel, or None where Triton is missing or cannot build it. Torch takes five kernels, and each
     reads and writes everything."""
-    try:
-        from afterglow.kernels.triton_merge import merge_onto
-    except ImportError:
-        return None
     try:  # the first launch needs a C compiler and Python's headers, which not every container has
+        from afterglow.kernels.triton_merge import merge_onto
+
         part, lse = (torch.zeros(size, dtype=torch.float32, device="cuda") for size in ((1, 1, 64), (1, 1)))
         merge_onto(part, lse, part.clone(), lse.clone())
+    except ImportError:
+        return None
     except Exception as error:
+        if ran_out(error):
+            raise torch.OutOfMemoryError(str(error)) from error
         log.warning("Triton cannot build its kernels here, so attention is merged by torch: %s", error)
         return None
     return merge_onto

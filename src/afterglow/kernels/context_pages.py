@@ -8,7 +8,7 @@ each other in a slab are read as one run of memory, which is up to a tenth faste
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,19 @@ class Page:
     __slots__ = ("address", "data", "number", "slab", "users")
 
     def __init__(self, slab: Slab, number: int) -> None:
-        self.slab, self.number, self.users = slab, number, 0
+        self.users = 0
+        self._place(slab, number)
+
+    def move(self, slab: Slab) -> None:
+        """Copy its rows to a free page of another slab, and become that page. Lists that hold it are to be told (`Pages.moved`)."""
+        before, data = self.slab, self.data
+        (free,) = slab.take(1)
+        free.data.copy_(data)
+        before.give(self)
+        self._place(slab, free.number)
+
+    def _place(self, slab: Slab, number: int) -> None:
+        self.slab, self.number = slab, number
         self.data = slab.data[:, :, :, number * PAGE_ROWS : (number + 1) * PAGE_ROWS]
         self.address = self.data.data_ptr()
 
@@ -78,7 +90,7 @@ class Span(NamedTuple):
 class Pages:
     """The pages of a context in some layers, from row `first` on, a multiple of 64: those before are not held."""
 
-    __slots__ = ("_addresses", "_pages", "first")
+    __slots__ = ("__weakref__", "_addresses", "_pages", "first")
 
     def __init__(self, first: int = 0) -> None:
         self.first = first
@@ -102,6 +114,9 @@ class Pages:
 
     def __getitem__(self, number: int) -> Page:
         return self._pages[number]
+
+    def __iter__(self) -> Iterator[Page]:
+        return iter(self._pages)
 
     @property
     def stop(self) -> int:
@@ -144,6 +159,12 @@ class Pages:
         self._addresses.pop(0)
         self.first += PAGE_ROWS
         return page
+
+    def moved(self, pages: Collection[Page]) -> None:
+        """Note that some pages have moved."""
+        for number, page in enumerate(self._pages):
+            if page in pages:
+                self._addresses[number] = page.address
 
     def offsets(self, start: int, stop: int, base: Tensor) -> list[int]:
         """Return where the pages of rows [start, stop) are, in elements from the beginning of `base`."""

@@ -23,6 +23,7 @@ from afterglow.kernels.built import Native, native
 from afterglow.kernels.context_pages import Pages
 from afterglow.kernels.device_reads import MOST_SHARED, DeviceReads
 from afterglow.kernels.paged_parts import PagedPart, part_of
+from afterglow.kernels.sending import on_device
 
 LANES = 16  # head_dim must be a multiple
 DECODED = 16  # rows of a reply in a decode step, with those of guesses, at most
@@ -217,4 +218,4 @@ def rows_at(rows: Sequence[int], device: torch.device) -> slice | Tensor:
     """Return an index of rows: a slice if the rows follow each other."""
     if list(rows) == list(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))
-    return torch.tensor(rows).to(device, non_blocking=True)
+    return on_device(rows, device)

@@ -13,9 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from afterglow.kernels.context_pages import Pages
+from afterglow.kernels.context_pages import PAGE_ROWS, Pages
+from afterglow.kernels.sending import on_device
 
 CHUNK = 256  # rows of a task, where few queries read them
+CHUNK_PAGES = CHUNK // PAGE_ROWS
 WIDE_CHUNK = 512  # where many do: what tasks write stays small beside what they read
 NARROW, WIDE = 32, 64  # rows of scores of a task: queries, with all heads of a group
 FIELDS = 12  # of a task: see `PartTables`
@@ -80,10 +82,11 @@ class TableSizes(NamedTuple):
         return sum(self[:5])
 
     def rounded(self, rows: int) -> TableSizes:
-        """Return the sizes of tables that have room for these, and for many others: powers of two, and a target for each of `rows` rows
-        of the batch."""
-        pages, queries, order, results = (_power(n) for n in (self.pages, self.queries, self.order, self.results))
-        return TableSizes(FIELDS * _power(self.tasks // FIELDS), pages, queries, 3 * rows, order, results, self.tile)
+        """Return the sizes of tables that have room for these, and for many others: a power of two of tasks, as many pages as these mostly
+        read, a query and a target for each of `rows` rows of the batch, a result for each task, or powers of two times as many."""
+        tasks = _power(max(self.tasks // FIELDS, -(-self.pages // CHUNK_PAGES)))
+        queries, results = rows * _power(-(-self.queries // rows)), tasks * _power(-(-self.results // tasks))
+        return TableSizes(FIELDS * tasks, CHUNK_PAGES * tasks, queries, 3 * rows, results, results, self.tile)
 
 
 def _power(n: int) -> int:
@@ -185,7 +188,7 @@ class PartTables:
         """Make the tables of parts (see `PartLists`), in one copy to the device."""
         base = parts[0].data
         lists = PartLists(parts, group, base)
-        return cls(base, lists.sizes, torch.tensor(lists.numbers(), dtype=torch.int64).to(base.device))
+        return cls(base, lists.sizes, on_device(lists.numbers(), base.device))
 
 
 class RowPlaces(NamedTuple):
@@ -200,7 +203,7 @@ def row_places(runs: Sequence[tuple[Pages, int, int]]) -> RowPlaces:
     """Describe rows [start, stop) of contexts, one run after the other."""
     base = runs[0][0].data
     places = place_numbers(runs, base)
-    return RowPlaces(base, torch.tensor(places, dtype=torch.int64).to(base.device).view(-1, 4))
+    return RowPlaces(base, on_device(places, base.device).view(-1, 4))
 
 
 def place_numbers(runs: Sequence[tuple[Pages, int, int]], base: Tensor) -> list[int]:

@@ -18,6 +18,7 @@ from afterglow.kernels.context_pages import Pages
 from afterglow.kernels.gate import Gate
 from afterglow.kernels.paged_parts import suited
 from afterglow.kernels.rope import Rotation, rotate
+from afterglow.kernels.sending import on_device
 from afterglow.kernels.stored_rows import widened
 
 STORED = (torch.float32, torch.bfloat16, torch.float16, torch.int8)  # in the order of afterglow.h's numbers
@@ -139,4 +140,4 @@ def slot_table(pieces: Sequence[SlotRows], pages: Pages, base: Tensor) -> Tensor
             continue
         (page,) = pages.offsets(at, at + 1, base)
         table += (slot, first, stop, at, page + at % base.shape[3] * base.stride(3))
-    return torch.tensor(table, dtype=torch.int64).to(base.device, non_blocking=True).view(-1, 5)
+    return on_device(table, base.device).view(-1, 5)

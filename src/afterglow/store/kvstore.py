@@ -105,7 +105,8 @@ class KVStore:
         self._mover = Mover(threads, read_timeout, self._moved)
         self._saver = RowSaver(self.arena, self._saved, write_buffer)
         # New rows of the device go straight to the saver.
-        self.save, self.save_block, self.expect_saves = self._saver.save, self._saver.save_block, self._saver.expect
+        self.save, self.save_block, self.lose = self._saver.save, self._saver.save_block, self._saver.lose
+        self.expect_saves = self._saver.expect
         self.shared: SharedStore | None = None
         self.far: FarLoads | None = None  # loads from the shared tier
         self._fetches: list[FarLoad] = []  # that have not begun

@@ -13,6 +13,7 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 from torch import Tensor
 
+from afterglow.kernels.sending import sent
 from afterglow.request import SamplingParams
 
 SLOW_SECONDS = 0.05  # a mask that took longer made other requests wait for it
@@ -168,7 +169,7 @@ class Masks:
                 values = logits[row].numpy()
                 values += constraint.bias(position)
             else:
-                logits[row] += torch.from_numpy(constraint.bias(position)).to(logits.device, non_blocking=True)
+                logits[row] += sent(torch.from_numpy(constraint.bias(position)), logits.device)
 
 
 def _take_in(drawn: Sequence[Drawn]) -> None:

@@ -94,6 +94,10 @@ class RowSaver:
 
         self._run(draft, first_row, rows, self._arena.layout.layers, copy, block.nbytes)
 
+    def lose(self, draft: int, first_row: int, rows: int, layers: int) -> None:
+        """Say that rows of a draft, in so many layers, never come: their SaveDone says that they could not be saved."""
+        self._count(draft, first_row, rows, layers, True, 0)
+
     def expect(self, rows: int, computing: float) -> None:
         """Give the buffer the size that `rows` rows need that are about to be computed, in `computing` seconds after their first
         layer, at the rate of the copies so far. All that it may have, before there is a rate or a time.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from benchmarks.papers.spec.attend import Prefix, SelectingAttend, prefill
 
+from afterglow.engine import tee
 from afterglow.engine.requests import token_bytes
 from afterglow.importance.select import SelectionRules
 from afterglow.plan.batching.admission import MIN_ASKING_ROWS
@@ -17,6 +18,7 @@ from afterglow.plan.prefix.salts import approximate
 from afterglow.request import Output, Request, SamplingParams
 from tests.engine.conftest import FAMILIES, OTHER_SCORES, Handle, in_turn
 from tests.engine.test_exact_reuse import same
+from tests.engine.test_no_memory import scarce
 from tests.engine.test_selecting import NEW, ROWS, agree, ask, draw, place
 
 Start = Callable[..., Handle]
@@ -148,3 +150,26 @@ def test_of_a_cancelled_request_the_rows_that_it_computed_are_kept(
     handle.engine.reset_cache()
     handle.engine.settle()
     assert handle.engine.ask(lambda: plan.cache.host.pool.free) == plan.cache.host.pool.total
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_without_memory_for_copies_nothing_is_kept(start: Start, model_of: Models, tmp_path: Path, layer: int) -> None:
+    """And no slot of host memory is lost."""
+    handle = start(model_of("llama"), tmp_path, importance=1.0, importance_exact="approximate")
+    prompt = [*draw("prefix", ROWS), *draw("asked", NEW)]
+    handle.ask(prompt[:ROWS], max_tokens=1)
+    handle.engine.settle()
+    with scarce(tee, "inverse", lambda number: number == layer) as failed:
+        done = ask(handle, prompt, SHARE)
+        handle.engine.settle()
+    assert failed == [layer]
+    assert set(kinds(handle)) == {"exact"}
+    again = ask(handle, prompt, SHARE)
+    assert done.selected is not None
+    assert again.selected is not None
+    assert again.selected.rows == ROWS
+    same(done, again)
+    handle.engine.reset_cache()
+    handle.engine.settle()
+    pool = handle.engine.parts.scheduler.cache.host.pool
+    assert handle.engine.ask(lambda: pool.free) == pool.total

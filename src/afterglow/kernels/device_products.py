@@ -41,6 +41,16 @@ class Kind(NamedTuple):
         signed = self.offset is None or not self.offset.is_floating_point
         return 8 if self.bits == 4 and signed and not self.coded else 0
 
+    @property
+    def shift(self) -> int:
+        """What an offset does: 0 if there is none, 1 if it comes off a number, 2 if it is added to the product."""
+        return 0 if self.offset is None else 2 if self.offset.is_floating_point else 1
+
+    @property
+    def size(self) -> int:
+        """How many inputs share a scale, for the kernels, which do not ask where all do."""
+        return self.group or GROUP
+
 
 class RoundedMatrix:
     """A matrix [outputs, inputs] of numbers in 8 bits, int8 or float8_e4m3fn [outputs, inputs], or 4, uint8 [outputs, inputs / 2], with

@@ -25,6 +25,7 @@ CHECKS = [
     "alone",
     "rows",
     "gather",
+    "far",
     "products",
     "blocks",
     "passes",

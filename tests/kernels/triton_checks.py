@@ -239,6 +239,19 @@ def gather() -> None:
     assert torch.equal(all_rows(pages, 256), found)
 
 
+def far() -> None:
+    """Layers so far apart that a place in the third one has more than 31 bits. Memory that is not touched takes none."""
+    apart = 2**30
+    page = 64 * 16
+    base = torch.empty(2 * apart + 2 * page, dtype=torch.int8)
+    base = base.as_strided((3, 2, 1, 64, 16), (apart, page, page, 16, 1))
+    stored = narrowed(draw(2 * 64, 1, 16), torch.float32).view(2, 1, 64, 1, 16).mul_(8)
+    table = torch.tensor([[0, 0, 8, 0, 0]])
+    triton_gather.gather(stored, base, 2, table, None, 0, 0)
+    for which in (0, 1):
+        assert torch.equal(base[2, which, 0, :8], stored[which, 0, :8, 0].to(torch.int8))
+
+
 def products() -> None:
     """8 and 4 bits, and floats of 8, outputs and inputs in no whole number of tiles, rows with strides, a part of a matrix, and no rows."""
     for dtype, bits, grouped, floats, outputs, inputs, count in (

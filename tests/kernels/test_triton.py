@@ -26,6 +26,7 @@ CHECKS = [
     "rows",
     "gather",
     "far",
+    "old",
     "products",
     "blocks",
     "passes",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -250,6 +251,12 @@ def far() -> None:
     triton_gather.gather(stored, base, 2, table, None, 0, 0)
     for which in (0, 1):
         assert torch.equal(base[2, which, 0, :8], stored[which, 0, :8, 0].to(torch.int8))
+
+
+def old() -> None:
+    """Triton before 3.4, which has no knobs."""
+    with mock.patch.object(triton_attention.triton, "knobs", None):
+        assert triton_attention.exact(torch.bfloat16) is triton_attention.tl.float32
 
 
 def products() -> None:

@@ -108,7 +108,7 @@ def _attend_parts(
 
 def exact(dtype: torch.dtype) -> Any:
     """Return the type that products are made in: the tensors', but the interpreter knows none of bfloat16."""
-    interpreted = triton.knobs.runtime.interpret
+    interpreted = not isinstance(_attend_parts, triton.JITFunction)  # the interpreter has a class of its own
     return tl.float32 if interpreted or dtype == torch.float32 else getattr(tl, str(dtype).removeprefix("torch."))
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from benchmarks.gpu import __main__ as runner
 from benchmarks.gpu import models
+from benchmarks.gpu.loading import BUFFERS
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.setting import Setting
 
@@ -94,6 +95,13 @@ def test_all_requests_of_the_largest_batch_have_room(monkeypatch: pytest.MonkeyP
     """Contexts of 1,024 tokens and 96 of a reply are 18 pages each."""
     shape, options = asked("decode", monkeypatch)
     assert device_layers(shape, options["device_rows"])[0] >= 128 * 18 * 64
+
+
+def test_the_read_buffer_has_room_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise variants with larger buffers would be the same measurement."""
+    shape, options = asked("preloading", monkeypatch)
+    assert device_layers(shape, options["device_rows"])[1] >= max(BUFFERS) * 1024
+    assert max(BUFFERS) == shape.layers
 
 
 def result(file: Path) -> None:

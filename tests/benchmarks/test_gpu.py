@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.gpu import __main__ as runner
-from benchmarks.gpu import models
+from benchmarks.gpu import models, part, vllm
 from benchmarks.gpu.loading import BUFFERS
 from benchmarks.gpu.parts import PARTS
-from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.setting import Ceilings, Found, Setting
 
 from afterglow.config import EngineConfig
 from afterglow.engine.sizes import read_buffer_bytes
@@ -102,6 +102,18 @@ def test_the_read_buffer_has_room_for_all_layers(monkeypatch: pytest.MonkeyPatch
     shape, options = asked("preloading", monkeypatch)
     assert device_layers(shape, options["device_rows"])[1] >= max(BUFFERS) * 1024
     assert max(BUFFERS) == shape.layers
+
+
+def test_memory_of_the_ceilings_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a part begins: what it measures may be in another process."""
+    done: list[str] = []
+    ceilings = SimpleNamespace(show=lambda: done.append("ceilings"))
+    monkeypatch.setattr(Ceilings, "measured", lambda setting: ceilings)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("given back"))
+    monkeypatch.setattr(part, "about", lambda setting, ceilings: {})
+    monkeypatch.setattr(vllm, "beside", lambda setting, ceilings: done.append("part") or Found([], [], "nothing"))
+    part.run("vllm", tmp_path / "vllm.json", Setting(True))
+    assert [each for each in done if each != "ceilings"] == ["given back", "part"]
 
 
 def result(file: Path) -> None:

@@ -132,6 +132,12 @@ def attention() -> None:
         check(q, reads[2:], cap=4.0)
     # Fewer rows than queries: the first queries see nothing.
     check(draw(3, 2, 16), [Read(context(1, 2, 2, 16, torch.float32), 0, 2, (0, 1, 2), True)])
+    # Rows before all windows, which layers with a window leave out, hold anything; some fill a chunk, others a page.
+    stop = 2 * CHUNK + 70
+    long = context(1, 2, stop, 16, torch.float32)
+    for queries in ((0, 1, 2), (1,)):
+        long[0].slab.data[:, :, :, : stop + 1 - len(queries) - 80] = math.nan
+        check(draw(3, 2, 16), [Read(long, 0, stop, queries, True, 80)])
     # Many queries, in several tasks, over a wide chunk; scores that exp cannot hold.
     wide = context(1, 1, 530, 16, torch.float32)
     check(draw(40, 2, 16), [Read(wide, 0, 530, range(40))])

@@ -50,12 +50,13 @@ def _attend_parts(
     task = tasks + tl.program_id(0) * fields
     kv_head = tl.program_id(1)
     first_page = tl.load(task)
-    start = tl.load(task + 1)
     stop = tl.load(task + 2)
     first_query = tl.load(task + 3)
     count = tl.load(task + 4)
     own = tl.load(task + 5)
     window = tl.load(task + 6)
+    # Rows before all windows may never have come: what their memory holds is no number, which 0 times it is not either.
+    start = tl.maximum(tl.load(task + 1), own + 1 - window)
     result = tl.load(task + 7)
     step = tl.load(task + 8)
     keys_at = tl.multiple_of(layer * tl.load(task + 9) + kv_head * tl.load(task + 11), 8)

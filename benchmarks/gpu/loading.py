@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import random
 import statistics
-from typing import Any, Literal
+from typing import Any
 
 from afterglow.bench.report import goal, spread
 from afterglow.bench.timed_requests import ask, asked, words
+from afterglow.choices import Preload, ReadBuffer
 from afterglow.engine.engine import Engine
 from benchmarks.gpu.models import engine_on_device, shape_of
 from benchmarks.gpu.setting import Ceilings, Found, Setting, table
@@ -18,8 +19,6 @@ from benchmarks.gpu.setting import Ceilings, Found, Setting, table
 MODEL = "LLaMA-13B"
 PAPER_19 = {"PL-B0": 0.35, "PL-B15": 0.61}  # less time to the first token than without pre-loading
 BUFFERS = (0, 5, 10, 15, 40)  # layers
-
-Preloading = Literal["whole", "layerwise"]
 
 
 def reuse(setting: Setting, ceilings: Ceilings) -> Found:
@@ -73,13 +72,16 @@ def preloading(setting: Setting, ceilings: Ceilings) -> Found:
     """Time the first token of a turn that waits for another request: 1,024 tokens of history, 100 new ones (figure 19)."""
     shape, rng = shape_of(MODEL, setting), random.Random(setting.seed)
     history, new, before, repeats = setting.of((1024, 100, 512, 7), (128, 20, 40, 1))
-    variants: dict[str, tuple[Preloading, int | None]] = {"no pre-loading": ("whole", None)}
+    variants: dict[str, tuple[Preload, ReadBuffer]] = {"no pre-loading": ("whole", None)}
     variants |= {f"PL-B{layers}": ("layerwise", layers) for layers in BUFFERS if layers <= shape.layers}
-    variants["PL, default"] = ("layerwise", None)
+    variants["PL, auto"] = ("layerwise", "auto")
     found: dict[str, list[float]] = {name: [] for name in variants}
     with engine_on_device(
-        shape, setting, device_rows=4 * history, host_rows=8 * history, max_batch=1, max_model_len=2 * history
+        shape, setting, device_rows=16 * history, host_rows=16 * history, max_batch=1, max_model_len=2 * history
     ) as engine:
+        held = engine.parts.capacity.read_buffer_rows // history
+        if held < shape.layers:
+            raise RuntimeError(f"the read buffer holds {held} layers of the history, not all {shape.layers}")
         for _ in range(repeats + 1):
             for name, (way, layers) in variants.items():
                 engine.baseline(preload=way, read_buffer=layers)

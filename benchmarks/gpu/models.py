@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from afterglow.choices import QuantizationName
+from afterglow.config import BLOCK_ROWS
 from afterglow.engine.engine import Engine
+from afterglow.engine.sizes import READ_BUFFER_BYTES, READ_BUFFER_PART
 from afterglow.model import loader
 from afterglow.model.decoder import Decoder
 from afterglow.model.families import spec_from_config
@@ -111,6 +113,11 @@ def random_preset(shape: ModelShape, seed: int) -> Iterator[str]:
         yield shape.name
 
 
+def with_read_buffer(context_bytes: int) -> int:
+    """Return what `--device-cache` must be, for so many bytes to be left for contexts."""
+    return context_bytes + min(context_bytes // (READ_BUFFER_PART - 1), READ_BUFFER_BYTES)
+
+
 @contextlib.contextmanager
 def engine_on_device(
     shape: ModelShape,
@@ -123,12 +130,12 @@ def engine_on_device(
     cache: dict[str, Any] | None = None,
     **config: Any,
 ) -> Iterator[Engine]:
-    """Run an engine of a shape, with room for so many rows in each tier besides a margin. It guesses no tokens ahead: replies of
-    random weights repeat themselves, and a step would then be no token."""
+    """Run an engine of a shape, with room for so many rows in each tier besides a margin and the read buffer. It guesses no tokens
+    ahead: replies of random weights repeat themselves, and a step would then be no token."""
     row = shape.kv_bytes_per_token("bfloat16")
     margin = setting.of(MARGIN, 512)
     tiers = {
-        "device_cache": (device_rows + margin) * row,
+        "device_cache": with_read_buffer((device_rows + margin) * row),
         "host_cache": (host_rows + margin) * row,
         "disk_cache": (disk_rows + margin) * row if disk_rows else 0,
         "source": "load",
@@ -140,4 +147,7 @@ def engine_on_device(
         random_preset(shape, setting.seed) as name,
         engine_of(name, throttle=throttle, cache=tiers, **options) as engine,
     ):
+        room = engine.parts.sizes.device_rows
+        if room + BLOCK_ROWS <= device_rows + margin:
+            raise RuntimeError(f"the device has room for {room} rows, not for {device_rows} and {margin}")
         yield engine

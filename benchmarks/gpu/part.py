@@ -10,6 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from afterglow.bench.report import commit, verdict
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.setting import Ceilings, Found, Setting, about
@@ -31,6 +33,7 @@ def run(name: str, file: Path, setting: Setting) -> None:
     began = time.time()
     part = PARTS[name]
     ceilings = Ceilings.measured(setting)
+    torch.cuda.empty_cache()  # 6 GiB, which another process may want: vLLM's engine
     ceilings.show()
     function = getattr(importlib.import_module(f"benchmarks.gpu.{part.module}"), part.function)
     found: Found = function(setting, ceilings, *part.arguments)

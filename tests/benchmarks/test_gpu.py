@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from benchmarks.gpu import __main__ as runner
+from benchmarks.gpu import models, part, vllm
+from benchmarks.gpu.loading import BUFFERS
 from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.setting import Ceilings, Found, Setting
+
+from afterglow.config import EngineConfig
+from afterglow.engine.sizes import read_buffer_bytes
+from afterglow.model.families import spec_from_config
+from afterglow.sim.machine.shape import ModelShape
 
 ROOT = Path(__file__).parents[2]
 SUITE = "tests-no_memory"  # runs a test of the suite on the device and one on the CPU: seconds to start each
@@ -48,6 +60,60 @@ def test_parts_run_and_leave_their_results(
     assert capsys.readouterr().out.count("finished before") == len(parts)
     with pytest.raises(AssertionError, match=f"{parts[0]} has run again"):
         runner.main(["--out", str(tmp_path), "--parts", *parts], never)  # results of tiny shapes are none of full ones
+
+
+class Asked(Exception):
+    """What a part asks of its engine: the shape, and options."""
+
+
+def asked(part: str, monkeypatch: pytest.MonkeyPatch) -> tuple[ModelShape, dict[str, Any]]:
+    """Return what a part asks of its engine, at full size."""
+
+    def engine(shape: ModelShape, setting: Setting, **options: Any) -> None:
+        raise Asked(shape, options)
+
+    module = importlib.import_module(f"benchmarks.gpu.{PARTS[part].module}")
+    monkeypatch.setattr(module, "engine_on_device", engine)
+    with pytest.raises(Asked) as found:
+        getattr(module, PARTS[part].function)(Setting(False), None)
+    shape, options = found.value.args
+    return shape, options
+
+
+def device_layers(shape: ModelShape, rows: int) -> tuple[int, int]:
+    """Return how many rows contexts have room for, of those that a part asks for, and how many of one layer the read buffer has."""
+    row = shape.kv_bytes_per_token("bfloat16")
+    budget = models.with_read_buffer((rows + models.MARGIN) * row)
+    spec, _ = spec_from_config(models.config_of(shape))
+    decoder: Any = SimpleNamespace(spec=spec, device=torch.device("cuda", 0), dtype=torch.bfloat16)
+    buffer = read_buffer_bytes(EngineConfig(), decoder, budget)
+    assert buffer > 0
+    return (budget - buffer) // row, buffer * shape.layers // row
+
+
+def test_all_requests_of_the_largest_batch_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts of 1,024 tokens and 96 of a reply are 18 pages each."""
+    shape, options = asked("decode", monkeypatch)
+    assert device_layers(shape, options["device_rows"])[0] >= 128 * 18 * 64
+
+
+def test_the_read_buffer_has_room_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise variants with larger buffers would be the same measurement."""
+    shape, options = asked("preloading", monkeypatch)
+    assert device_layers(shape, options["device_rows"])[1] >= max(BUFFERS) * 1024
+    assert max(BUFFERS) == shape.layers
+
+
+def test_memory_of_the_ceilings_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a part begins: what it measures may be in another process."""
+    done: list[str] = []
+    ceilings = SimpleNamespace(show=lambda: done.append("ceilings"))
+    monkeypatch.setattr(Ceilings, "measured", lambda setting: ceilings)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("given back"))
+    monkeypatch.setattr(part, "about", lambda setting, ceilings: {})
+    monkeypatch.setattr(vllm, "beside", lambda setting, ceilings: done.append("part") or Found([], [], "nothing"))
+    part.run("vllm", tmp_path / "vllm.json", Setting(True))
+    assert [each for each in done if each != "ceilings"] == ["given back", "part"]
 
 
 def result(file: Path) -> None:

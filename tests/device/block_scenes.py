@@ -11,6 +11,8 @@ import torch
 from benchmarks.peers.random_gguf import write_random
 
 from afterglow.choices import QuantizationName
+from afterglow.config import EngineConfig
+from afterglow.kernels.device_products import RoundedMatrix, rounded_rows
 from afterglow.kernels.packed import BLOCK_FORMATS
 from afterglow.model.decoder import PlainAttend
 from afterglow.model.loader import load_model
@@ -81,6 +83,23 @@ def products(device: str, folder: Path) -> list[Any]:
         rows = model.logits(model.forward(ids, positions, PlainAttend(model, positions, [20])))
         chosen = rows.argmax(dim=1).cpu().tolist()
     return [chosen, watch.counts["launches of _multiply"]]
+
+
+def batches(device: str, folder: Path) -> list[int]:
+    """Return how often Triton's kernel multiplies one row, those of the largest batch by default, and one more."""
+    from tests.device.watching import watch
+
+    found = []
+    with pretend.active():
+        parts = rounded_rows(torch.randn(8, 64), 8, False)
+        matrix = RoundedMatrix(*(part.to("cuda:0") for part in parts), 64)
+        matrix(torch.ones(1, 64).to("cuda:0"))  # tries the kernel
+        most = EngineConfig().batch_on("cuda")
+        for rows in (1, most, most + 1):
+            before = watch.counts["launches of _multiply"]
+            matrix(torch.ones(rows, 64).to("cuda:0"))
+            found.append(watch.counts["launches of _multiply"] - before)
+    return found
 
 
 def reuse(device: str, folder: Path) -> list[Any]:

@@ -37,6 +37,15 @@ def test_logits_are_those_of_the_dequantised_model(
     assert "(Q4_K " in log
 
 
+@TRITON
+def test_triton_multiplies_a_whole_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel, which leaves weights narrow, takes the rows of as many requests as decode together by default."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found, log = play("block_scenes.batches", "cuda", tmp_path)
+    assert found == [1, 1, 0]
+    assert "is not used" not in log
+
+
 def test_reuse_is_exact_and_the_dequantised_models(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     theirs, _ = play("block_scenes.reuse", "cpu", tmp_path / "cpu")

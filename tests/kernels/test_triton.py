@@ -27,6 +27,8 @@ CHECKS = [
     "alone",
     "rows",
     "gather",
+    "far",
+    "old",
     "products",
     "blocks",
     "passes",

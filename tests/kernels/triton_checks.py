@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -131,6 +132,12 @@ def attention() -> None:
         check(q, reads[2:], cap=4.0)
     # Fewer rows than queries: the first queries see nothing.
     check(draw(3, 2, 16), [Read(context(1, 2, 2, 16, torch.float32), 0, 2, (0, 1, 2), True)])
+    # Rows before all windows, which layers with a window leave out, hold anything; some fill a chunk, others a page.
+    stop = 2 * CHUNK + 70
+    long = context(1, 2, stop, 16, torch.float32)
+    for queries in ((0, 1, 2), (1,)):
+        long[0].slab.data[:, :, :, : stop + 1 - len(queries) - 80] = math.nan
+        check(draw(3, 2, 16), [Read(long, 0, stop, queries, True, 80)])
     # Many queries, in several tasks, over a wide chunk; scores that exp cannot hold.
     wide = context(1, 1, 530, 16, torch.float32)
     check(draw(40, 2, 16), [Read(wide, 0, 530, range(40))])
@@ -237,6 +244,25 @@ def gather() -> None:
                 assert torch.equal(found, wanted[:, :, :, 64:]), "copied rows have other bits"
     triton_gather.gather(arena[1], pages.data, 1, table[:0], rotation, 0, 69)
     assert torch.equal(all_rows(pages, 256), found)
+
+
+def far() -> None:
+    """Layers so far apart that a place in the third one has more than 31 bits. Memory that is not touched takes none."""
+    apart = 2**30
+    page = 64 * 16
+    base = torch.empty(2 * apart + 2 * page, dtype=torch.int8)
+    base = base.as_strided((3, 2, 1, 64, 16), (apart, page, page, 16, 1))
+    stored = narrowed(draw(2 * 64, 1, 16), torch.float32).view(2, 1, 64, 1, 16).mul_(8)
+    table = torch.tensor([[0, 0, 8, 0, 0]])
+    triton_gather.gather(stored, base, 2, table, None, 0, 0)
+    for which in (0, 1):
+        assert torch.equal(base[2, which, 0, :8], stored[which, 0, :8, 0].to(torch.int8))
+
+
+def old() -> None:
+    """Triton before 3.4, which has no knobs."""
+    with mock.patch.object(triton_attention.triton, "knobs", None):
+        assert triton_attention.exact(torch.bfloat16) is triton_attention.tl.float32
 
 
 def products() -> None:

@@ -17,7 +17,11 @@ from torch import Tensor
 from afterglow.kernels.device_products import Kind, RoundedMatrix
 from afterglow.kernels.gate import Gate
 
-MOST_ROWS = 128  # for more, one product for each expert reads less
+MOST_ROWS = 128
+# Choices of experts that the kernels take, for each expert there is. They multiply each choice by itself, without tensor cores, and
+# one product for each expert takes launches for each: that is worth it the sooner, the more weights an expert has.
+CHOICES = 3
+LAUNCHES = 10**8  # weights that are multiplied by one row in the time of an expert's launches, about
 ALIGNED = 16  # numbers that begin at a multiple are read in wide loads
 
 _gate = Gate("triton_experts")
@@ -118,15 +122,21 @@ def _alike(matrices: Sequence[Matrix]) -> Sequence[Matrix]:
     return [each.with_parts(scale, reduce(torch.promote_types, offsets) if offsets else None) for each in rounded]
 
 
-def usable_rows(tables: ExpertTables, dtype: torch.dtype) -> int:
+def most_rows(tables: ExpertTables, taken: int) -> int:
+    """Return for how many rows, each of which takes so many experts, the kernels are likely faster than a product for each expert."""
+    weights = 3 * tables.hidden * tables.inner
+    return min(MOST_ROWS, len(tables.wide.matrices) * (CHOICES * weights + LAUNCHES) // (weights * taken))
+
+
+def usable_rows(tables: ExpertTables, dtype: torch.dtype, taken: int) -> int:
     """Return how many rows of `dtype` the kernels may be used for, 0 for none. May wait for the device."""
-    return MOST_ROWS if _gate.passes(tables.device, dtype, *tables.kind) else 0
+    return most_rows(tables, taken) if _gate.passes(tables.device, dtype, *tables.kind) else 0
 
 
 def chosen_experts(x: Tensor, weights: Tensor, chosen: Tensor, tables: ExpertTables) -> Tensor | None:
     """Compute [rows, hidden] from `x` of the same shape: the sum of what the experts `chosen`, int64 [rows, experts of a row], make of a row,
     times `weights` of that shape and the dtype of `x`. None: torch must do it."""
-    if len(x) > MOST_ROWS or x.stride(1) != 1:
+    if len(x) > most_rows(tables, chosen.shape[1]) or x.stride(1) != 1:
         return None
     return _gate.run(
         lambda kernels: kernels.chosen_experts(x, weights, chosen, tables), x.device, x.dtype, *tables.kind

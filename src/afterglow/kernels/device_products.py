@@ -16,7 +16,7 @@ from afterglow.kernels.block_rounding import round_to_blocks
 from afterglow.kernels.gate import Gate
 from afterglow.kernels.packed import GROUP
 
-MOST_ROWS = 64  # that the kernel multiplies
+MOST_ROWS = 128  # that the kernel multiplies: two tiles of it, each of which reads and widens all weights
 PIECE = 2**24  # weights that are widened at a time
 ROUND_ROWS = 256  # of weights that are rounded, or split, at a time
 FLOAT8 = torch.float8_e4m3fn
@@ -40,6 +40,16 @@ class Kind(NamedTuple):
         """What a number of 4 bits is less than what its bits say."""
         signed = self.offset is None or not self.offset.is_floating_point
         return 8 if self.bits == 4 and signed and not self.coded else 0
+
+    @property
+    def shift(self) -> int:
+        """What an offset does: 0 if there is none, 1 if it comes off a number, 2 if it is added to the product."""
+        return 0 if self.offset is None else 2 if self.offset.is_floating_point else 1
+
+    @property
+    def size(self) -> int:
+        """How many inputs share a scale, for the kernels, which do not ask where all do."""
+        return self.group or GROUP
 
 
 class RoundedMatrix:

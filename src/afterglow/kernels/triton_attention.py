@@ -50,12 +50,13 @@ def _attend_parts(
     task = tasks + tl.program_id(0) * fields
     kv_head = tl.program_id(1)
     first_page = tl.load(task)
-    start = tl.load(task + 1)
     stop = tl.load(task + 2)
     first_query = tl.load(task + 3)
     count = tl.load(task + 4)
     own = tl.load(task + 5)
     window = tl.load(task + 6)
+    # Rows before all windows may never have come: what their memory holds is no number, which 0 times it is not either.
+    start = tl.maximum(tl.load(task + 1), own + 1 - window)
     result = tl.load(task + 7)
     step = tl.load(task + 8)
     keys_at = tl.multiple_of(layer * tl.load(task + 9) + kv_head * tl.load(task + 11), 8)
@@ -108,7 +109,7 @@ def _attend_parts(
 
 def exact(dtype: torch.dtype) -> Any:
     """Return the type that products are made in: the tensors', but the interpreter knows none of bfloat16."""
-    interpreted = triton.knobs.runtime.interpret
+    interpreted = not isinstance(_attend_parts, triton.JITFunction)  # the interpreter has a class of its own
     return tl.float32 if interpreted or dtype == torch.float32 else getattr(tl, str(dtype).removeprefix("torch."))
 
 

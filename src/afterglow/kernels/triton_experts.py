@@ -17,12 +17,12 @@ from torch import Tensor
 from afterglow.kernels.device_experts import ExpertTables, Matrix, PlainMatrix, Stack
 from afterglow.kernels.device_products import Kind
 from afterglow.kernels.gate import agree
-from afterglow.kernels.packed import GROUP
 from afterglow.kernels.passes import gated_clamped
-from afterglow.kernels.triton_products import _floats, _weights, drawn
+from afterglow.kernels.triton_products import _halves, _parts, _weights, drawn
 
 OUTPUTS = 16  # of a program
 DEEP = 128  # numbers, or bytes of two numbers each, of an output that it reads at a time
+PLAIN = Kind(0, 0, torch.float32)  # weights in the dtype of the rows
 
 
 @triton.jit
@@ -58,29 +58,20 @@ def _sums(
         offset += tl.load(matrix + 2)
     total = tl.zeros([output.shape[0], deep], tl.float32)
     if groups == 1:
-        by = tl.load(scale + at, mask=there, other=0.0).to(tl.float32)
-        rest = by
-        if shift:
-            rest = tl.load(offset + at, mask=there, other=0).to(tl.float32)
+        by, rest = _parts(scale, offset, at, there, 0, groups, 1, shift)
     for step in range(tl.cdiv(width, deep)):
         place = step * deep + tl.arange(0, deep)
         inside = place < width
         if groups > 1:
             # Inputs are a whole number of groups.
-            group = step * (deep * each // size) + tl.arange(0, deep * each // size)
-            known = there & (group < groups)[None, :]
-            by = tl.load(scale + at * groups + group[None, :], mask=known, other=0.0).to(tl.float32)
-            rest = by
-            if shift:
-                rest = tl.load(offset + at * groups + group[None, :], mask=known, other=0).to(tl.float32)
+            some: tl.constexpr = deep * each // size
+            by, rest = _parts(scale, offset, at, there, step * some, groups, some, shift)
         if bits == 4:
-            # A group is 16 bytes: its inputs' first half in the low bits, the other in the high ones.
             packed = tl.load(numbers + at * width + place[None, :], mask=there & inside[None, :], other=0)
-            low = _weights(_floats(packed & 15, less, coded), by, rest, shift, 16).to(dtype).to(tl.float32)
-            high = _weights(_floats(packed >> 4, less, coded), by, rest, shift, 16).to(dtype).to(tl.float32)
+            low, high = _halves(packed, by, rest, less, shift, coded, dtype)
             own = place // 16 * 32 + place % 16
-            total += low * tl.load(x + own, mask=inside, other=0.0).to(tl.float32)[None, :]
-            total += high * tl.load(x + own + 16, mask=inside, other=0.0).to(tl.float32)[None, :]
+            total += low.to(tl.float32) * tl.load(x + own, mask=inside, other=0.0).to(tl.float32)[None, :]
+            total += high.to(tl.float32) * tl.load(x + own + 16, mask=inside, other=0.0).to(tl.float32)[None, :]
         else:
             read = tl.load(numbers + at * width + place[None, :], mask=there & inside[None, :], other=0.0)
             weight = read.to(tl.float32)
@@ -220,18 +211,18 @@ def _pointers(stack: Stack) -> tuple[Tensor | int, ...]:
 def _kept(stack: Stack, dtype: torch.dtype) -> dict[str, Any]:
     """Return how the weights are kept, and sizes of a program for rows of `dtype`: as much as registers hold."""
     _, scale, _, bias = stack.parts
-    kind = stack.kind
+    kind = stack.kind or PLAIN
     return {
         "aligned": stack.aligned,
-        "bits": 0 if kind is None else kind.bits,
+        "bits": kind.bits,
         "groups": 0 if scale is None else scale.shape[1],
-        "size": kind.group or GROUP if kind is not None else GROUP,
-        "shift": 0 if kind is None or kind.offset is None else 2 if kind.offset.is_floating_point else 1,
-        "less": 0 if kind is None else kind.less,
-        "coded": kind is not None and kind.coded,
+        "size": kind.size,
+        "shift": kind.shift,
+        "less": kind.less,
+        "coded": kind.coded,
         "biased": bias is not None,
         "many": OUTPUTS,
-        "deep": DEEP if kind is None or dtype.itemsize == 2 else DEEP // 2,
+        "deep": DEEP if kind is PLAIN or dtype.itemsize == 2 else DEEP // 2,
         "num_warps": 4,
     }
 

@@ -73,7 +73,7 @@ def _gather(
         place = tl.load(piece + 3) + (row - first)  # row of the context
         mask = (row >= first) & (row < stop) & (place >= least)
         source = stored + (is_value * stored_which + slot * stored_slot) + line * width
-        target = to + tl.load(piece + 4) + layer * to_layer + is_value * to_which
+        target = to + tl.load(piece + 4) + layer.to(tl.int64) * to_layer + is_value * to_which
         target += (line % kv_heads) * to_head + (row - first) * head_dim
         scale = mask
         if rounded:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from afterglow.kernels.device_products import FLOAT8, Kind, RoundedMatrix
 from afterglow.kernels.gate import agree
-from afterglow.kernels.packed import GROUP
 from afterglow.kernels.triton_attention import exact
 
 OUTPUTS = 32  # of a tile
@@ -58,6 +57,27 @@ def _floats(codes, less: tl.constexpr, coded: tl.constexpr):
     return floats
 
 
+@triton.jit
+def _halves(packed, by, rest, less: tl.constexpr, shift: tl.constexpr, coded: tl.constexpr, dtype: tl.constexpr):
+    # What the low and the high bits of bytes stand for: of a group's 16 bytes, its inputs' first half and the other one.
+    low = _weights(_floats(packed & 15, less, coded), by, rest, shift, 16)
+    high = _weights(_floats(packed >> 4, less, coded), by, rest, shift, 16)
+    return low.to(dtype), high.to(dtype)
+
+
+@triton.jit
+def _parts(scale, offset, output, there, first, groups: tl.constexpr, some: tl.constexpr, shift: tl.constexpr):
+    # Scales and offsets of `some` groups from `first` on, float32 [outputs, some]. Without offsets the second is any.
+    group = (first + tl.arange(0, some))[None, :]
+    known = there & (group < groups)
+    at = output * groups + group
+    by = tl.load(scale + at, mask=known, other=0.0).to(tl.float32)
+    rest = by
+    if shift:
+        rest = tl.load(offset + at, mask=known, other=0).to(tl.float32)
+    return by, rest
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _multiply(
     x,
@@ -92,31 +112,21 @@ def _multiply(
     dtype = x.dtype.element_ty
     total = tl.zeros([some, many], tl.float32)
     if groups == 1:
-        by = tl.load(scale + at_output, mask=there, other=0.0).to(tl.float32)
-        rest = by
-        if shift:
-            rest = tl.load(offset + at_output, mask=there, other=0).to(tl.float32)
+        by, rest = _parts(scale, offset, at_output, there, 0, groups, 1, shift)
     for step in range(tl.cdiv(inputs, deep)):
         if groups > 1:
             # Inputs are a whole number of groups.
-            group = step * (deep // size) + tl.arange(0, deep // size)
-            known = there & (group < groups)[None, :]
-            by = tl.load(scale + at_output * groups + group[None, :], mask=known, other=0.0).to(tl.float32)
-            rest = by
-            if shift:
-                rest = tl.load(offset + at_output * groups + group[None, :], mask=known, other=0).to(tl.float32)
+            by, rest = _parts(scale, offset, at_output, there, step * (deep // size), groups, deep // size, shift)
         if bits == 4:
-            # A group is 16 bytes: its inputs' first half in the low bits, the other in the high ones.
             place = step * (deep // 2) + tl.arange(0, deep // 2)
             inside = (place < inputs // 2)[None, :]
             packed = tl.load(numbers + at_output * (inputs // 2) + place[None, :], mask=there & inside, other=0)
-            low = _weights(_floats(packed & 15, less, coded), by, rest, shift, 16).to(dtype).to(kind)
-            high = _weights(_floats(packed >> 4, less, coded), by, rest, shift, 16).to(dtype).to(kind)
+            low, high = _halves(packed, by, rest, less, shift, coded, dtype)
             own = (place // 16 * 32 + place % 16)[None, :]
             first = tl.load(at_x + own, mask=asked & inside, other=0.0).to(kind)
             second = tl.load(at_x + own + 16, mask=asked & inside, other=0.0).to(kind)
-            total = tl.dot(first, tl.trans(low), total, input_precision="ieee")
-            total = tl.dot(second, tl.trans(high), total, input_precision="ieee")
+            total = tl.dot(first, tl.trans(low.to(kind)), total, input_precision="ieee")
+            total = tl.dot(second, tl.trans(high.to(kind)), total, input_precision="ieee")
         else:
             place = step * deep + tl.arange(0, deep)
             inside = (place < inputs)[None, :]
@@ -145,8 +155,8 @@ def multiply(x: Tensor, matrix: RoundedMatrix) -> Tensor:
         *(count, matrix.outputs, inputs, x.stride(0)),
         bits=kept.bits,
         groups=matrix.scale.shape[1],
-        size=kept.group or GROUP,
-        shift=0 if kept.offset is None else 2 if kept.offset.is_floating_point else 1,
+        size=kept.size,
+        shift=kept.shift,
         less=kept.less,
         coded=kept.coded,
         biased=matrix.bias is not None,

@@ -86,7 +86,7 @@ class Experts:
 
     def static_rows(self, dtype: torch.dtype) -> int:
         """Return how many rows of `dtype` launch the same work whatever they choose, 0 for none. May wait for the device."""
-        return 0 if self._tables is None else usable_rows(self._tables, dtype)
+        return 0 if self._tables is None else usable_rows(self._tables, dtype, self._spec.chosen)
 
     @property
     def panels(self) -> ExpertPanels | None:

@@ -288,7 +288,7 @@ class Watch:
         self._spare.clear()
 
     def _unpinned(self, at: int, rounded: int) -> None:
-        self.pinned.pop(at, None)
+        self._forget(at, self.pinned.pop(at, 0))  # what comes to lie there is other memory: torch keeps this
         self._spare[rounded] += 1
 
     def _let_go(self, at: int) -> None:

@@ -52,7 +52,7 @@ KINDS = (
 )
 generator = torch.Generator().manual_seed(0)
 # By what was compared: the error that was nearest to what is allowed, that, and the largest number of the reference.
-errors: dict[str, tuple[float, float, float]] = {}
+largest: dict[str, tuple[float, float, float]] = {}
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -70,7 +70,7 @@ def close(what: str, dtype: torch.dtype, found: Tensor, wanted: Tensor, atol: fl
     name = f"{what} | {str(dtype).removeprefix('torch.')}"
     most = wanted.double().nan_to_num(0.0, 0.0, 0.0).abs().max()
     now = float(wrong[at]), float(allowed[at]), float(most)
-    errors[name] = max(errors.get(name, now), now, key=lambda each: each[0] / max(each[1], 1e-300))
+    largest[name] = max(largest.get(name, now), now, key=lambda each: each[0] / max(each[1], 1e-300))
 
 
 def context(layers: int, kv_heads: int, rows: int, head_dim: int, dtype: torch.dtype) -> Pages:
@@ -492,4 +492,4 @@ def trials() -> None:
 
 if __name__ == "__main__":
     globals()[sys.argv[1]]()
-    print(json.dumps(errors))
+    print(json.dumps(largest))

@@ -36,10 +36,11 @@ test: $(READY)
 # two architectures.
 TRITON := .triton
 
+# With LONG=1 also the engine's suites on the pretend device with the kernels, and all models' shapes compiled.
 test-triton: $(READY)
 	@test -e $(TRITON)/.ready || { rm -rf $(TRITON); timeout 300 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TRITON) triton==3.9.0 && touch $(TRITON)/.ready; } \
 		|| echo "skipped: the tests of Triton's kernels, since triton==3.9.0 could not be installed in 5 minutes"
-	@test ! -e $(TRITON)/.ready || PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -m 'not long' tests/kernels/test_triton.py tests/kernels/test_triton_merge.py tests/device -k 'triton'
+	@test ! -e $(TRITON)/.ready || PYTHONPATH=$(TRITON) $(BIN)/python -m pytest $(if $(LONG),,-m 'not long') tests/kernels/test_triton.py tests/device tests/benchmarks/test_gpu.py -k 'triton'
 
 # Floors of branch coverage in percent.
 PLAN_FLOOR := 95

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -60,6 +61,21 @@ def test_parts_run_and_leave_their_results(
     assert capsys.readouterr().out.count("finished before") == len(parts)
     with pytest.raises(AssertionError, match=f"{parts[0]} has run again"):
         runner.main(["--out", str(tmp_path), "--parts", *parts], never)  # results of tiny shapes are none of full ones
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed (the extra gpu)")
+def test_triton_steps_are_launched_ahead(tmp_path: Path) -> None:
+    """Decoding is measured with the kernels, as graphs: here in Triton's interpreter."""
+    options = ["--shape", "tiny", "--out", str(tmp_path), "--parts", "decode"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.device.play_gpu", *options],
+        cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
+    found = json.loads((tmp_path / "decode.json").read_text())
+    assert [row["requests"] for row in found["rows"]] == [1, 2]
+    assert all(row["launched_ahead"] > 0.5 for row in found["rows"]), found["rows"]
 
 
 class Asked(Exception):

@@ -8,16 +8,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 REFUSED = "computes on CPU in float32, not on cuda"  # quantised weights
 
 answers: dict[str, list[list[list[int]]]] = defaultdict(list)
+all_given_up: Counter[str] = Counter()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,19 +52,41 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     if not (pretended or item.config.getoption("--real-device")):
         return (yield)
     from afterglow.errors import ConfigError
+    from afterglow.kernels.gate import refused
     from tests.device import pretend
 
     with pretend.active() if pretended else contextlib.nullcontext():
         try:
-            return (yield)
+            found = yield
         except ConfigError as error:
             if REFUSED not in str(error):
                 raise
             pytest.skip(f"refused by name: {error}")
+    given_up = dict(refused)
+    refused.clear()
+    all_given_up.update(given_up)
+    assert not (pretended and INTERPRETED and given_up), f"kernels were given up: {given_up}"
+    return found
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say which kernels ran."""
+    if config.getoption("--pretend-device"):
+        from tests.device.watching import watch
+
+        terminalreporter.write_line(f"{watch.counts['launches of Triton']} launches of kernels of Triton's")
+    if all_given_up:
+        terminalreporter.write_line(f"kernels of Triton's that were given up: {dict(all_given_up)}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    from afterglow.engine.cached_attention import RelayCosts
     from afterglow.engine.engine import Engine
+
+    if config.getoption("--pretend-device") and INTERPRETED:
+        # Measured in the interpreter, at each start, it would take minutes and say nothing of a device.
+        costs = RelayCosts(((1, 1e-6), (32, 4e-6)), 1e-5, 1e-6)
+        RelayCosts.measured = classmethod(lambda cls, shape, heads: costs)  # type: ignore[assignment, method-assign]
 
     generate = Engine.generate
 

@@ -1,8 +1,12 @@
-"""The engine's own suites on the pretend CUDA device: they pass, and every reply has the tokens that it has on the CPU."""
+"""The engine's own suites on the pretend CUDA device: they pass, and every reply has the tokens that it has on the CPU. With Triton's
+kernels, in its interpreter, and without."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,16 +33,29 @@ SUITES = (
 )
 
 
+WAYS = [
+    False,
+    pytest.param(
+        True, id="triton", marks=pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="no Triton")
+    ),
+]
+
+
 def answers(suite: str, only: str, path: Path, *options: str) -> dict[str, Any]:
-    """Run a suite in a process of its own, and return the tokens of its replies by test."""
+    """Run a suite in a process of its own, and return the tokens of its replies by test. On the device, Triton's kernels run where its
+    interpreter is asked for."""
     ran = subprocess.run(
         [
             sys.executable, "-m", "pytest", "-q", "-p", "tests.device.plugin", "-p", "no:cacheprovider", "--answers", str(path),
-            *options, "-m", "not long", "-k", only, suite,
+            *options, "-m", "not long", "-k", only, "--timeout", "1800", suite,
         ],
         capture_output=True, text=True, cwd=ROOT,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout[-6000:]
+    if options:
+        launches = re.search(r"^(\d+) launches of kernels of Triton's$", ran.stdout, re.MULTILINE)
+        assert launches is not None
+        assert (int(launches[1]) > 0) is (os.environ.get("TRITON_INTERPRET") == "1")
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
@@ -55,14 +72,22 @@ def test_a_prompt_that_is_cut_is_the_cpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("kernels", WAYS)
 @pytest.mark.parametrize("suite", SUITES)
-def test_suites_pass(suite: str, tmp_path: Path) -> None:
+def test_suites_pass(suite: str, kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernels:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
     answers(suite, f"{OF_ONE_FAMILY} and not ({OTHERS})", tmp_path / "cuda.json", "--pretend-device")
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kernels", WAYS)
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
-def test_reuse_has_the_tokens_of_the_cpu(tier: str, tmp_path: Path) -> None:
+def test_reuse_has_the_tokens_of_the_cpu(
+    tier: str, kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
     same_answers("tests/engine/test_exact_reuse.py", f"full_prefill and {tier} and (llama or phi)", tmp_path)

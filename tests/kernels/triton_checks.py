@@ -1,10 +1,12 @@
 """Triton's kernels on the CPU, against references: `python -m tests.kernels.triton_checks NAME`, with TRITON_INTERPRET=1.
 
-In processes of their own: the interpreter is chosen when Triton is imported.
+In processes of their own: the interpreter is chosen when Triton is imported. What is printed are the largest errors, as JSON.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import sys
 from unittest import mock
@@ -19,11 +21,12 @@ from afterglow.kernels import (
     triton_column_sums,
     triton_experts,
     triton_gather,
+    triton_merge,
     triton_passes,
     triton_products,
     triton_rows,
 )
-from afterglow.kernels.attention import merge
+from afterglow.kernels.attention import attend, merge
 from afterglow.kernels.context_pages import Pages
 from afterglow.kernels.decode import Read
 from afterglow.kernels.device_blocks import device_matrix
@@ -48,10 +51,26 @@ KINDS = (
     Kind(4, 32, torch.bfloat16, coded=True),
 )
 generator = torch.Generator().manual_seed(0)
+# By what was compared: the error that was nearest to what is allowed, that, and the largest number of the reference.
+largest: dict[str, tuple[float, float, float]] = {}
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def close(what: str, dtype: torch.dtype, found: Tensor, wanted: Tensor, atol: float, rtol: float = 0.0) -> None:
+    """Compare, and note the error. `dtype`: of the tensors that the kernel was given."""
+    torch.testing.assert_close(found.double(), wanted.double(), atol=atol, rtol=rtol, equal_nan=True)
+    wrong = (found.double() - wanted.double()).abs().nan_to_num(0.0).flatten()
+    allowed = atol + rtol * wanted.double().abs().nan_to_num(0.0).flatten()
+    if not wrong.numel():
+        return
+    at = (wrong / allowed.clamp_min(1e-300)).argmax()
+    name = f"{what} | {str(dtype).removeprefix('torch.')}"
+    most = wanted.double().nan_to_num(0.0, 0.0, 0.0).abs().max()
+    now = float(wrong[at]), float(allowed[at]), float(most)
+    largest[name] = max(largest.get(name, now), now, key=lambda each: each[0] / max(each[1], 1e-300))
 
 
 def context(layers: int, kv_heads: int, rows: int, head_dim: int, dtype: torch.dtype) -> Pages:
@@ -89,6 +108,7 @@ def formula(q: Tensor, reads: list[Read], layer: int, cap: float) -> tuple[Tenso
 
 
 SCALE = 0.2
+KEPT = {torch.int8: "rows in 8 bits", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 def check(q: Tensor, reads: list[Read], cap: float = 0.0, before: tuple[Tensor, Tensor] | None = None) -> None:
@@ -105,8 +125,8 @@ def check(q: Tensor, reads: list[Read], cap: float = 0.0, before: tuple[Tensor, 
     read = sorted({row for part in parts for row in part.queries})
     # Inputs are exact in float64; a weight is rounded to bfloat16 before it is multiplied, 2**-9 of values up to about 4.
     rounding = 1e-5 if q.dtype == torch.float32 else 2**-6
-    torch.testing.assert_close(out[read].double(), expected[0][read].double(), atol=rounding, rtol=0)
-    torch.testing.assert_close(lse[read].double(), expected[1][read].double(), atol=1e-4, rtol=1e-6)
+    close("attention", q.dtype, out[read], expected[0][read], rounding)
+    close("attention, log-sum-exp", q.dtype, lse[read], expected[1][read], 1e-4, 1e-6)
 
 
 def attention() -> None:
@@ -202,9 +222,9 @@ def rows() -> None:
         # A product and a sum in float32, rounded to the dtype once; numbers up to about 8.
         rounding = 8 * torch.finfo(dtype).eps
         for pages, expected in zip(contexts, wanted, strict=True):
-            torch.testing.assert_close(all_rows(pages, expected.shape[3]), expected, atol=rounding, rtol=0)
+            close("rotate and append, rows", dtype, all_rows(pages, expected.shape[3]), expected, rounding)
         expected_q = q if rotation is None else rotate(q.double(), rotation).to(dtype)
-        torch.testing.assert_close(found, expected_q, atol=rounding, rtol=0)
+        close("rotate and append, queries", dtype, found, expected_q, rounding)
 
 
 def gather() -> None:
@@ -239,7 +259,7 @@ def gather() -> None:
             triton_gather.gather(arena[1], pages.data, 1, table, rotation, least, 69)
             found = all_rows(pages, 256)
             # A product and a sum in float32, rounded to the dtype once, which the interpreter cuts off; numbers up to about 16.
-            torch.testing.assert_close(found, wanted[:, :, :, 64:], atol=16 * torch.finfo(dtype).eps, rtol=0)
+            close(f"gather of {KEPT[stored]}", dtype, found, wanted[:, :, :, 64:], 16 * torch.finfo(dtype).eps)
             if rotation is None:
                 assert torch.equal(found, wanted[:, :, :, 64:]), "copied rows have other bits"
     triton_gather.gather(arena[1], pages.data, 1, table[:0], rotation, 0, 69)
@@ -265,6 +285,53 @@ def old() -> None:
         assert triton_attention.exact(torch.bfloat16) is triton_attention.tl.float32
 
 
+def merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+    """Merge in float64."""
+    parts = torch.stack((lse[rows].double(), part_lse.double()))
+    total = parts.logsumexp(0)
+    weights = (parts - total).exp().nan_to_num(0)[..., None]
+    outs = torch.stack((out[rows].double(), part.double()))
+    outs = torch.where(weights == 0, 0.0, outs)  # what weighs nothing may hold anything
+    out, lse = out.double(), lse.double()
+    out[rows], lse[rows] = (weights * outs).sum(0), total
+    return out, lse
+
+
+def merges() -> None:
+    """Two parts: rows and heads with strides of their own, some rows of many, rows that nothing was seen by."""
+    places = torch.tensor([5, 1, 0, 3])
+    dtypes = (torch.float32, torch.bfloat16)
+    for d, dtype, rows in itertools.product((1, 16, 40, 64, 128), dtypes, (None, places)):
+        out, lse = draw(7, 3, 2 * d)[:, :, d:], draw(7, 3) * 5
+        part, part_lse = draw(3, 4, d).transpose(0, 1).to(dtype), (draw(3, 4) * 5).t()
+        lse[1], out[1] = -torch.inf, torch.nan
+        part_lse[1, 0] = part_lse[3, 1] = lse[3, 2] = -torch.inf
+        wanted = merged(out, lse, part, part_lse, slice(0, 4) if rows is None else rows)
+        triton_merge.merge_onto(out, lse, part, part_lse, rows)
+        close("merge of two", dtype, out, wanted[0], 1e-5)
+        close("merge of two, log-sum-exp", dtype, lse, wanted[1], 1e-5)
+    # Scores that exp cannot hold, and an accumulator that is rounded once.
+    out, lse = torch.zeros(2, 1, 16, dtype=torch.bfloat16), torch.tensor([[300.0], [-300.0]])
+    triton_merge.merge_onto(out, lse, torch.ones(2, 1, 16), torch.tensor([[300.0], [-500.0]]))
+    assert out[0].eq(0.5).all()
+    assert out[1].eq(0).all()
+    torch.testing.assert_close(lse, torch.tensor([[300.0 + 0.6931472], [-300.0]]))
+    # As `merge` uses it, on parts as attention yields them.
+    q, keys, values = draw(5, 8, 16), draw(90, 2, 16), draw(90, 2, 16)
+    ends = ((0, 0), (0, 1), (1, 64), (64, 90))
+    parts = [attend(q, keys[a:b], values[a:b], scale=0.3, causal=False) for a, b in ends]
+    out, lse = torch.zeros(5, 8, 16), torch.full((5, 8), -torch.inf)
+    for part in parts:
+        triton_merge.merge_onto(out, lse, *part)
+    for found, wanted in zip((out, lse), merge(parts), strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="side by side"):
+        triton_merge.merge_onto(out.transpose(1, 2), lse, *parts[1])
+    with pytest.raises(ValueError, match="float64"):
+        triton_merge.merge_onto(out, lse.double(), *parts[1])
+    triton_merge.merge_onto(out, lse, parts[1][0][:0], parts[1][1][:0])
+
+
 def products() -> None:
     """8 and 4 bits, and floats of 8, outputs and inputs in no whole number of tiles, rows with strides, a part of a matrix, and no rows."""
     for dtype, bits, grouped, floats, outputs, inputs, count in (
@@ -288,7 +355,7 @@ def products() -> None:
             # Weights and sums are rounded to the dtype once; the interpreter cuts bfloat16 off. Sums of up to 416 products.
             rounding = 4 * torch.finfo(dtype).eps * inputs**0.5 + 1e-5
             found = triton_products.multiply(x, matrix)
-            torch.testing.assert_close(found.double(), wanted, atol=3 * rounding, rtol=0)
+            close(f"product, {'float8' if floats else f'int{bits}'}", dtype, found, wanted, 3 * rounding)
         assert triton_products.multiply(x[:0], whole).shape == (0, outputs)
     codes = torch.arange(256).to(torch.uint8).view(16, 16)
     codes[codes & 127 == 127] = 0  # no numbers
@@ -309,7 +376,7 @@ def blocks() -> None:
             # The interpreter cuts weights and sums in bfloat16 off.
             rounding = 4 * torch.finfo(dtype).eps * inputs**0.5 * float(weights.abs().max()) + 1e-5
             found = triton_products.multiply(x, matrix)
-            torch.testing.assert_close(found.double(), x.double() @ weights.double().T, atol=3 * rounding, rtol=0)
+            close(f"product, {block_format}", dtype, found, x.double() @ weights.double().T, 3 * rounding)
 
 
 def passes() -> None:
@@ -321,12 +388,12 @@ def passes() -> None:
         total, normed = triton_passes.add_rms_norm(x, part, weight, 1e-5)
         # The interpreter cuts bfloat16 off, where a device rounds.
         unit = 8 * torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0
-        torch.testing.assert_close(total, x + part, atol=unit, rtol=0)
+        close("add and RMS norm, sum", dtype, total, x + part, unit)
         exact = total.double() * (total.double().square().mean(1, keepdim=True) + 1e-5).rsqrt() * weight.double()
-        torch.testing.assert_close(normed.double(), exact, atol=16 * torch.finfo(dtype).eps, rtol=0)
+        close("add and RMS norm", dtype, normed, exact, 16 * torch.finfo(dtype).eps)
         gated = triton_passes.gated_silu(wide[:, : 2 * size])
         exact = torch.nn.functional.silu(x.double()) * part.double()
-        torch.testing.assert_close(gated.double(), exact, atol=16 * torch.finfo(dtype).eps, rtol=0)
+        close("gated SiLU", dtype, gated, exact, 16 * torch.finfo(dtype).eps)
 
 
 def experts() -> None:
@@ -379,7 +446,7 @@ def check_experts(
     # In units of the largest, to which sums add up that cancel.
     most = max(1.0, float(wanted.abs().max())) if wanted.numel() else 1.0
     tolerance = 32 * torch.finfo(dtype).eps
-    torch.testing.assert_close(found.double(), wanted, atol=tolerance * most, rtol=tolerance)
+    close("experts, rounded" if wide or narrow else "experts", dtype, found, wanted, tolerance * most, tolerance)
 
 
 def column_sums() -> None:
@@ -396,7 +463,7 @@ def column_sums() -> None:
         scores.masked_fill_(torch.ones(n, rows, dtype=torch.bool).triu(1 + rows - n), -torch.inf)
         lse = scores.logsumexp(-1).t().float()
         found = triton_column_sums.column_sums(q, keys, lse, SCALE)
-        torch.testing.assert_close(found.double(), scores.softmax(-1).sum((0, 1)), atol=1e-4, rtol=1e-4)
+        close("column sums", dtype, found, scores.softmax(-1).sum((0, 1)), 1e-4, 1e-4)
         assert abs(float(found.sum()) - n * heads) < 1e-3 * n * heads
     assert triton_column_sums.column_sums(q[:0], keys, lse[:0], SCALE).tolist() == [0.0] * 3
 
@@ -425,4 +492,4 @@ def trials() -> None:
 
 if __name__ == "__main__":
     globals()[sys.argv[1]]()
-    print("done")
+    print(json.dumps(largest))

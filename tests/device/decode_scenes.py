@@ -187,7 +187,7 @@ def no_memory_to_record(device: str, folder: Path) -> Any:
         return attend(self, *reading)
 
     with mock.patch.object(decode_pass.DeviceReads, "attend", runs_out), mock.patch.object(decode_pass, "AGAIN", 5):
-        found = answers(engine, [(draw(70 + i, 9), greedy(14)) for i in range(2)])
+        found = answers(engine, [(draw(70 + i, 9), greedy(24)) for i in range(2)])
     return result(engine, found)
 
 

@@ -13,7 +13,7 @@ import torch
 from afterglow.importance.row_layout import RowImportance
 from afterglow.importance.speculation import Prior
 from afterglow.plan.step import PREFETCH
-from afterglow.store.extents.chunks import ChunkRead
+from afterglow.store.extents.chunks import ExtentChunks
 from afterglow.store.extents.layout import PROBES
 from afterglow.store.moving.reading import Reading
 from tests import doors
@@ -108,9 +108,10 @@ def test_the_first_layer_is_guessed_from_before_the_restart(start: Start, model_
     guessed: list[int] = []
     read = loader.read
 
-    def recorded(extent: str, reads: Sequence[ChunkRead], edition: str, priority: int) -> Reading:
+    def recorded(asked: Sequence[ExtentChunks], priority: int) -> Reading:
+        reads = [read for each in asked for read in each.reads]
         guessed.extend(each.layer for each in reads if priority == PREFETCH and each.kv != PROBES)
-        return read(extent, reads, edition, priority)
+        return read(asked, priority)
 
     loader.read = recorded  # type: ignore[method-assign]
     ask(again.handle, [*prefix, *draw(2, NEW)], 0.1)

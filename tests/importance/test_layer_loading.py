@@ -24,7 +24,8 @@ from afterglow.importance.select import Selection
 from afterglow.importance.speculation import REMEMBERED, Prior
 from afterglow.importance.waits import waited
 from afterglow.plan.step import DEMAND, PREFETCH, Drop, Selectable
-from afterglow.store.extents.chunks import ChunkRead, ChunkReader
+from afterglow.store.extents.chunk_reader import ChunkReader
+from afterglow.store.extents.chunks import BEGUN, ChunkRead, ExtentChunks, States
 from afterglow.store.extents.layout import KEYS, PROBES, VALUES, KVLayout
 from afterglow.store.extents.rewriting import Ranks
 from afterglow.store.moving.reading import Reading, Rewrite
@@ -38,6 +39,10 @@ ROWS = FIRST + SECOND - 40 + IN_HOST  # of the second extent, rows [40, 300)
 Event = tuple[str, int, int, int]  # what, layer, tensor, chunks
 
 
+def reads_of(asked: Sequence[ExtentChunks]) -> list[ChunkRead]:
+    return [read for each in asked for read in each.reads]
+
+
 class RecordingReader:
     """The store's reader; every read is told."""
 
@@ -45,11 +50,11 @@ class RecordingReader:
         self.real = real
         self.events: list[Event] = []
 
-    def read(self, extent: str, reads: Sequence[ChunkRead], edition: str, priority: int) -> Reading:
-        for read in reads:
+    def read(self, asked: Sequence[ExtentChunks], priority: int) -> Reading:
+        for read in reads_of(asked):
             what = {DEMAND: "demand", PREFETCH: "ahead"}[priority]
             self.events.append((what, read.layer, read.kv, read.stop - read.first))
-        reading: Reading = self.real.read(extent, reads, edition, priority)
+        reading: Reading = self.real.read(asked, priority)
         return reading
 
     def has(self, extent: str) -> bool:
@@ -212,7 +217,7 @@ def test_a_short_last_chunk_holds_no_more_memory_than_it_has_rows(
     take, read = scene.loader.buffers.take, scene.reader.read
     monkeypatch.setattr(scene.loader.buffers, "take", lambda: whole.append(take()) or whole[-1])
     monkeypatch.setattr(
-        scene.reader, "read", lambda extent, these, *rest: reads.extend(these) or read(extent, these, *rest)
+        scene.reader, "read", lambda asked, priority: reads.extend(reads_of(asked)) or read(asked, priority)
     )
     prefix = opened(scene)
     for layer in range(3):
@@ -295,15 +300,18 @@ def test_where_guessing_does_not_pay_few_layers_are_guessed_for(kit: Kit, monkey
 
 
 def test_guesses_that_are_not_wanted_are_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store's one thread reads the first extent's guesses; the second's wait behind it when the layer selects rows of the first."""
+    """The store's one thread is about to read guesses of both extents when the layer selects rows of the first."""
     read, gate, done = ChunkReader.read, threading.Event(), set()
 
-    def held(self: ChunkReader, path: str, extent: str, rows: int, reads: Sequence[ChunkRead], edition: str) -> Any:
-        tensors = {(read.layer, read.kv) for read in reads if read.kv != PROBES}
-        if tensors and min(tensors)[0] == 1:
+    def held(self: ChunkReader, asked: Sequence[ExtentChunks], states: States) -> Any:
+        guessed = any(read.kv != PROBES and read.layer == 1 for read in reads_of(asked))
+        if guessed:
             gate.wait(20)
-            done.add(extent)
-        return read(self, path, extent, rows, reads, edition)
+        found = read(self, asked, states)
+        names = [each.extent for each in asked for _ in each.reads]
+        if guessed:
+            done.update(name for name, state in zip(names, states, strict=True) if state == BEGUN)
+        return found
 
     monkeypatch.setattr(ChunkReader, "read", held)
     with Kit(tmp_path, LAYOUT, threads=1) as kit:
@@ -334,11 +342,12 @@ def test_guesses_end_with_their_request(tmp_path: Path, monkeypatch: pytest.Monk
     """Those that no thread has begun are not read any more."""
     read, gate, first, begun = ChunkReader.read, threading.Event(), threading.Event(), []
 
-    def held(self: ChunkReader, path: str, extent: str, rows: int, reads: Sequence[ChunkRead], edition: str) -> Any:
-        begun.append({read.kv for read in reads})
+    def held(self: ChunkReader, asked: Sequence[ExtentChunks], states: States) -> Any:
         first.set()
         gate.wait(20)
-        return read(self, path, extent, rows, reads, edition)
+        found = read(self, asked, states)
+        begun.append({each.kv for each, state in zip(reads_of(asked), states, strict=True) if state == BEGUN})
+        return found
 
     with Kit(tmp_path, LAYOUT, threads=1) as kit:
         scene = Scene(kit, "prior")
@@ -352,8 +361,7 @@ def test_guesses_end_with_their_request(tmp_path: Path, monkeypatch: pytest.Monk
         prefix.close()
         gate.set()
         assert kit.settle() == []
-        assert begun[1:]
-        assert all(kinds == {PROBES} for kinds in begun[1:])
+        assert begun == [set(), {PROBES}]
         tally = scene.loader.stats.tally
         assert tally.cancelled > 0
         tally.check()

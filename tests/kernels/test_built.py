@@ -20,7 +20,7 @@ from afterglow.kernels.built import LIBRARY, Native, declarations, native
 
 NATIVE = Path(built.__file__).with_name("native")
 HEADER = NATIVE / "afterglow.h"
-VERSIONS = {19: "4279f8c10a41165d"}
+VERSIONS = {20: "d24bdc4e952c4c22"}
 
 needs_kernels = pytest.mark.skipif(native() is None, reason="nothing has been built for this machine")
 

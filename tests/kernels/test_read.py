@@ -10,7 +10,6 @@ import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -19,9 +18,16 @@ import pytest
 
 from afterglow.kernels.built import Native, native
 from afterglow.memory.pages import allocate
+from afterglow.store.extents.chunks import BEGUN, LEFT_OUT, TAKEN_BACK, WANTED
 from afterglow.store.extents.files import supports_direct
 
 KIB = 1024
+
+
+def test_states_have_the_same_numbers(library: Native) -> None:
+    lib = library.lib
+    told = (lib.AFTERGLOW_WANTED, lib.AFTERGLOW_TAKEN_BACK, lib.AFTERGLOW_BEGUN, lib.AFTERGLOW_LEFT_OUT)
+    assert told == (WANTED, TAKEN_BACK, BEGUN, LEFT_OUT)
 
 
 @pytest.fixture
@@ -54,32 +60,35 @@ class Read:
         size = planes * (max(slots) + 1) * chunk
         self.arena = allocate(size).reshape(planes, -1, chunk)  # at a page, as the store's: chunks go there by vectors
         self.arena[:] = 7
-        self.places = np.array(slots, np.int64)
+        self.slots = np.array(slots)
+        self.places = np.array(slots, np.int64) * chunk
         self.sums = np.zeros((planes, len(slots)), np.uint32)
-        self.library = library
-        self.reading: Any = library.new(
-            "afterglow_reading *",
-            (
-                *(offset, self.head.ctypes.data, head, self.arena.ctypes.data, self.arena[0].nbytes, planes),
-                *(self.places.ctypes.data, len(slots), chunk, self.sums.ctypes.data),
-            ),
+        self.library, self.offset = library, offset
+
+    def fields(self, descriptor: int) -> tuple[int, ...]:
+        planes, _, chunk = self.arena.shape
+        return (
+            *(descriptor, self.offset, self.head.ctypes.data, self.head.nbytes),
+            *(self.arena.ctypes.data, self.arena[0].nbytes, planes),
+            *(self.places.ctypes.data, len(self.places), chunk, self.sums.ctypes.data),
         )
 
     def carry_out(self, file: Path, by_ring: int) -> int:
         descriptor = os.open(file, os.O_RDONLY)
         try:
-            return int(self.library.lib.afterglow_read(descriptor, self.reading, by_ring))
+            reading = self.library.new("afterglow_reading *", self.fields(descriptor))
+            return int(self.library.lib.afterglow_read(reading, 1, 0, by_ring))
         finally:
             os.close(descriptor)
 
     def check(self, contents: npt.NDArray[np.uint8]) -> None:
         """Compare all that has come, and nothing else, with the contents of the file."""
-        offset, head = self.reading.offset, self.head.nbytes
+        offset, head = self.offset, self.head.nbytes
         assert (self.head == contents[offset : offset + head]).all()
         planes, blocks, chunk = len(self.arena), len(self.places), self.arena.shape[2]
         wanted = contents[offset + head :][: planes * blocks * chunk].reshape(planes, blocks, chunk)
-        assert (self.arena[:, self.places] == wanted).all()
-        others = np.setdiff1d(np.arange(self.arena.shape[1]), self.places)
+        assert (self.arena[:, self.slots] == wanted).all()
+        others = np.setdiff1d(np.arange(self.arena.shape[1]), self.slots)
         assert (self.arena[:, others] == 7).all()
         assert self.sums.tolist() == [[google_crc32c.value(block) for block in plane] for plane in wanted]
 
@@ -103,6 +112,105 @@ def test_bytes_and_sums(
     file, contents = written(tmp_path, offset + head + planes * len(slots) * chunk + 100)
     assert read.carry_out(file, by_ring) == 0
     read.check(contents)
+
+
+class Parts:
+    """Reads of small parts of some files, from anywhere, each to memory of its own."""
+
+    def __init__(self, library: Native, files: list[Path], contents: list[npt.NDArray[np.uint8]], count: int) -> None:
+        draw = np.random.default_rng(0)
+        self.library, self.files, self.contents = library, files, contents
+        self.states = np.zeros(count, np.uint8)
+        self.which = draw.integers(0, len(files), count)
+        self.reads = []
+        for at in self.which:
+            parts, size = int(draw.integers(1, 4)), int(draw.choice([100, 4096, 33 * KIB]))
+            offset = int(draw.integers(0, contents[at].nbytes - parts * size + 1))
+            self.reads.append(Read(library, size, 1, draw.permutation(parts + 1)[:parts].tolist(), offset=offset))
+
+    def carry_out(self, by_ring: int, flags: int = 0) -> int:
+        descriptors = [os.open(file, os.O_RDONLY | flags) for file in self.files]
+        try:
+            fields = [read.fields(descriptors[at]) for at, read in zip(self.which, self.reads, strict=True)]
+            readings = self.library.new("afterglow_reading[]", fields)
+            lib = self.library.lib
+            return int(lib.afterglow_read(readings, len(fields), self.states.ctypes.data, by_ring))
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def check(self) -> None:
+        for at, state, read in zip(self.which, self.states, self.reads, strict=True):
+            if state == LEFT_OUT:
+                assert (read.arena == 7).all()
+                assert not read.sums.any()
+            else:
+                assert state in (BEGUN, TAKEN_BACK)  # the latter too late
+                read.check(self.contents[at])
+
+
+def files_of(folder: Path, sizes: list[int]) -> tuple[list[Path], list[npt.NDArray[np.uint8]]]:
+    found = []
+    for size in sizes:
+        (folder / str(size)).mkdir()
+        found.append(written(folder / str(size), size))
+    return [file for file, _ in found], [contents for _, contents in found]
+
+
+@pytest.mark.parametrize("count", [2, 17, 300])
+def test_many_parts_of_several_files(tmp_path: Path, library: Native, by_ring: int, count: int) -> None:
+    files, contents = files_of(tmp_path, [200 * KIB, 400 * KIB, 1200 * KIB])
+    for flags in (0, os.O_DIRECT) if supports_direct(tmp_path) else (0,):
+        parts = Parts(library, files, contents, count)
+        assert parts.carry_out(by_ring, flags) == 0
+        assert (parts.states == BEGUN).all()
+        parts.check()
+
+
+def test_parts_that_are_taken_back_are_left_out(tmp_path: Path, library: Native, by_ring: int) -> None:
+    files, contents = files_of(tmp_path, [200 * KIB, 400 * KIB])
+    parts = Parts(library, files, contents, 60)
+    parts.states[::3] = TAKEN_BACK
+    assert parts.carry_out(by_ring) == 0
+    assert (parts.states[::3] == LEFT_OUT).all()
+    parts.check()
+
+
+def test_parts_that_are_taken_back_meanwhile_are_read_or_left_out(
+    tmp_path: Path, library: Native, by_ring: int
+) -> None:
+    files, contents = files_of(tmp_path, [200 * KIB, 400 * KIB])
+    for _ in range(20):
+        parts = Parts(library, files, contents, 200)
+        beside = threading.Thread(
+            target=lambda found=parts: found.states.__setitem__(found.states == WANTED, TAKEN_BACK)
+        )
+        beside.start()
+        assert parts.carry_out(by_ring) == 0
+        beside.join()
+        parts.check()
+
+
+def test_all_parts_taken_back(tmp_path: Path, library: Native, by_ring: int) -> None:
+    files, contents = files_of(tmp_path, [200 * KIB])
+    parts = Parts(library, files, contents, 5)
+    parts.states[:] = TAKEN_BACK
+    assert parts.carry_out(by_ring) == 0
+    assert (parts.states == LEFT_OUT).all()
+    parts.check()
+
+
+def test_a_fault_of_one_part_is_that_of_the_call(tmp_path: Path, library: Native, by_ring: int) -> None:
+    """What was begun is read when the call is repeated."""
+    files, contents = files_of(tmp_path, [200 * KIB, 400 * KIB])
+    parts = Parts(library, files, contents, 60)
+    os.truncate(files[1], 0)
+    assert parts.carry_out(by_ring) == -1
+    files[1].write_bytes(contents[1].tobytes())
+    assert parts.carry_out(by_ring) == 0
+    parts.check()
+    parts.files[1] = tmp_path
+    assert parts.carry_out(by_ring) == errno.EISDIR
 
 
 def test_opening_a_file_that_is_as_it_should_be(tmp_path: Path, library: Native) -> None:
@@ -199,6 +307,9 @@ def test_a_ring_that_the_system_refuses_from_now_on(tmp_path: Path, library: Nat
             read = Read(library, 64 * KIB, 24, [0])
             assert read.carry_out(file, 1) == 0
             read.check(contents)
+            parts = Parts(library, [file], [contents], 40)
+            assert parts.carry_out(1) == 0
+            parts.check()
 
     in_a_new_process(work)
 

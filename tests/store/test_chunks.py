@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,14 @@ from safetensors.numpy import load_file
 
 from afterglow.errors import ConfigError, DamageError
 from afterglow.kernels.stored_rows import narrowed, widened
-from afterglow.plan.step import DEMAND, Load
-from afterglow.store.extents.chunks import ChunkRead, Stale
+from afterglow.plan.step import DEMAND, PREFETCH, Load
+from afterglow.store.extents.chunks import ChunkRead, ExtentChunks, Stale
 from afterglow.store.extents.disk_tier import DiskTier
+from afterglow.store.extents.head import Head
 from afterglow.store.extents.layout import KEYS, MEANS, PROBES, VALUES, KVLayout
 from afterglow.store.extents.means import chunk_means
 from afterglow.store.extents.tier import ExtentRead
-from afterglow.store.moving.reading import ChunkIO
+from afterglow.store.moving.reading import ChunkIO, Reading
 from tests import doors
 from tests.store.store_kit import DIGEST, Kit, arena_of, contents, extent_name, record
 
@@ -52,8 +54,15 @@ class Stored:
         self.written = self.tier.write(record(5, rows), self.arena, self.slots, nothing)
 
     def edition(self) -> str:
-        _, head = self.tier.read_chunks(self.name, self.rows, [], "")
-        return head.edition
+        return self.head().edition
+
+    def head(self) -> Head:
+        _, (head,) = self.tier.read_chunks([ExtentChunks(self.name, self.rows, "", [])])
+        return head
+
+    def read(self, edition: str, *reads: ChunkRead) -> int:
+        moved, _ = self.tier.read_chunks([ExtentChunks(self.name, self.rows, edition, reads)])
+        return moved
 
     def rewrite(self, orders: np.ndarray) -> int:
         """Rows in another order, in one go; the bytes written."""
@@ -74,13 +83,13 @@ class Stored:
         size = self.layout.probe_chunk_bytes if kv == PROBES else self.layout.part_bytes
         into = np.empty((stop - first, size), np.uint8)
         edition = self.edition() if edition is None else edition
-        self.tier.read_chunks(self.name, self.rows, [ChunkRead(layer, kv, first, stop, into)], edition)
+        self.read(edition, ChunkRead(layer, kv, first, stop, into))
         return into
 
     def means(self, layer: int, edition: str | None = None) -> np.ndarray:
         into = np.empty((1, self.layout.mean_bytes(self.rows)), np.uint8)
         edition = self.edition() if edition is None else edition
-        self.tier.read_chunks(self.name, self.rows, [ChunkRead(layer, MEANS, 0, 1, into)], edition)
+        self.read(edition, ChunkRead(layer, MEANS, 0, 1, into))
         return into.view(np.float32).reshape(-1, self.layout.kv_heads, self.layout.head_dim)
 
     def wanted(self, layer: int, kv: int) -> np.ndarray:
@@ -124,7 +133,7 @@ def test_another_order_is_another_version(tmp_path: Path, layout: KVLayout) -> N
     for version in (1, 2):
         orders, before = stored.orders(version), stored.edition()
         assert stored.rewrite(orders) == layout.file_bytes(ROWS)
-        _, head = stored.tier.read_chunks(stored.name, ROWS, [], "")
+        head = stored.head()
         assert head.sidecar is not None
         assert head.sidecar.version == version
         assert np.array_equal(head.sidecar.order[:, :ROWS], orders)
@@ -288,11 +297,14 @@ def test_probe_heads_are_among_the_heads() -> None:
         KVLayout(2, 4, 16, "F32", probe_heads=5)
 
 
+def begun(reader: ChunkIO, edition: str, *reads: ChunkRead) -> Reading:
+    return reader.read([ExtentChunks(extent_name(5), ROWS, edition, reads)], DEMAND)
+
+
 def edition_of(reader: ChunkIO) -> str:
-    reading = reader.read(extent_name(5), [], "", DEMAND)
+    reading = begun(reader, "")
     assert reading.wait(10)
-    assert reading.head is not None
-    return reading.head.edition
+    return reading.heads[extent_name(5)].edition
 
 
 def test_through_the_store_and_a_restart(tmp_path: Path) -> None:
@@ -303,7 +315,7 @@ def test_through_the_store_and_a_restart(tmp_path: Path) -> None:
         reader = kit.store.chunks
         assert reader is not None
         into = np.empty((2, DIRECT.chunk_bytes), np.uint8)
-        reading = reader.read(extent_name(5), [ChunkRead(1, VALUES, 0, 2, into)], edition_of(reader), DEMAND)
+        reading = begun(reader, edition_of(reader), ChunkRead(1, VALUES, 0, 2, into))
         assert reading.wait(10)
         assert np.array_equal(into.reshape(128, -1), held[1, VALUES, :128])
         orders = np.tile(np.arange(ROWS, dtype=np.uint16)[::-1], (2, 1))
@@ -316,10 +328,10 @@ def test_through_the_store_and_a_restart(tmp_path: Path) -> None:
         kit.settle()
         assert again.ended
         assert not again.written
-        stale = reader.read(extent_name(5), [ChunkRead(1, VALUES, 0, 2, into)], edition, DEMAND)
+        stale = begun(reader, edition, ChunkRead(1, VALUES, 0, 2, into))
         assert not stale.wait(10)
         assert stale.stale
-        assert not reader.read(extent_name(6), [], "", DEMAND).wait(10)
+        assert not reader.read([ExtentChunks(extent_name(6), ROWS, "", [])], DEMAND).wait(10)
         stats = kit.store.stats()
         assert stats.chunk_reads == 4  # two heads, two chunks; one call found another version and read its head
         assert stats.chunk_read_bytes >= into.nbytes
@@ -327,18 +339,18 @@ def test_through_the_store_and_a_restart(tmp_path: Path) -> None:
     with Kit(tmp_path, DIRECT) as kit:
         reader = kit.store.chunks
         assert reader is not None
-        reading = reader.read(extent_name(5), [], "", DEMAND)
+        reading = begun(reader, "")
         assert reading.wait(10)
-        assert reading.head is not None
-        assert reading.head.sidecar is not None
-        assert reading.head.sidecar.version == 1
+        sidecar = reading.heads[extent_name(5)].sidecar
+        assert sidecar is not None
+        assert sidecar.version == 1
 
 
 def test_reads_that_have_not_begun_can_be_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, gate, begun = DiskTier.read_chunks, threading.Event(), threading.Event()
+    read, gate, held_one = DiskTier.read_chunks, threading.Event(), threading.Event()
 
     def held(*args: Any) -> Any:
-        begun.set()
+        held_one.set()
         gate.wait(20)
         return read(*args)
 
@@ -352,21 +364,149 @@ def test_reads_that_have_not_begun_can_be_taken_back(tmp_path: Path, monkeypatch
         monkeypatch.setattr(DiskTier, "read_chunks", held)
         buffers = [np.zeros((1, DIRECT.chunk_bytes), np.uint8) for _ in range(4)]
         reads = [ChunkRead(1, VALUES, 0, 1, into) for into in buffers]
-        first = reader.read(extent_name(5), reads[:1], edition, DEMAND)
-        whole = reader.read(extent_name(5), reads[1:2], edition, DEMAND)
-        part = reader.read(extent_name(5), reads[2:], edition, DEMAND)
-        assert begun.wait(10)
-        assert not first.take_back(reads[:1])  # too late
-        assert whole.take_back(reads[1:2])
-        assert part.take_back(reads[3:])
+        first = begun(reader, edition, reads[0])
+        whole = begun(reader, edition, reads[1])
+        part = begun(reader, edition, *reads[2:])
+        assert held_one.wait(10)
+        assert whole.take_back(0)
+        assert part.take_back(1)
+        assert not part.take_back(1)  # again
         gate.set()
         assert first.wait(10)
         assert part.wait(10)
         kit.settle()
+        assert not first.take_back(0)  # too late
         assert whole.ended
         assert whole.bytes == 0
         for into, wanted in zip(buffers, (True, False, True, False), strict=True):
             assert np.array_equal(into.reshape(64, -1), stored[1, VALUES, :64]) == wanted
+
+
+@pytest.fixture
+def guessing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Kit, ChunkIO, str, threading.Event]]:
+    """A store of two threads, of which one sits in a guess until the event is set: values of layer 1, to be read into zeros."""
+    read, gate, held_one = DiskTier.read_chunks, threading.Event(), threading.Event()
+
+    def held(tier: DiskTier, asked: Sequence[ExtentChunks], states: Any = None) -> Any:
+        if any(one.layer == 1 and one.kv == VALUES for each in asked for one in each.reads):
+            held_one.set()
+            assert gate.wait(20)
+        return read(tier, asked, states)
+
+    with Kit(tmp_path, DIRECT, threads=2) as kit:
+        kit.put(5, ROWS, (3, 4, 5))
+        reader = kit.store.chunks
+        assert reader is not None
+        edition = edition_of(reader)
+        monkeypatch.setattr(DiskTier, "read_chunks", held)
+        guess = guessed(reader, edition)
+        assert held_one.wait(10)
+        assert not guess.ended
+        yield kit, reader, edition, gate
+        gate.set()
+        kit.settle()
+        assert guess.ended
+
+
+def guessed(reader: ChunkIO, edition: str) -> Reading:
+    into = np.zeros((1, DIRECT.chunk_bytes), np.uint8)
+    return reader.read([ExtentChunks(extent_name(5), ROWS, edition, [ChunkRead(1, VALUES, 0, 1, into)])], PREFETCH)
+
+
+def test_what_is_wanted_at_once_overtakes_guesses(guessing: tuple[Kit, ChunkIO, str, threading.Event]) -> None:
+    """Of the same extent too; and further guesses leave the last thread to it."""
+    kit, reader, edition, gate = guessing
+    later = guessed(reader, edition)
+    for _ in range(3):
+        into = np.empty((2, DIRECT.chunk_bytes), np.uint8)
+        assert begun(reader, edition, ChunkRead(0, KEYS, 0, 2, into)).wait(10)
+    kit.store.start([Load(77, extent_name(5), ROWS, (10, 11, 12))])
+    assert kit.store.wait_layer(77, 1, 10)
+    assert not later.ended
+    reader.urge([later])
+    gate.set()
+    assert later.wait(10)
+
+
+def test_a_guess_that_is_wanted_after_all_takes_the_last_thread(
+    guessing: tuple[Kit, ChunkIO, str, threading.Event],
+) -> None:
+    _, reader, edition, _ = guessing
+    into = np.zeros((1, DIRECT.chunk_bytes), np.uint8)
+    reading = reader.read([ExtentChunks(extent_name(5), ROWS, edition, [ChunkRead(0, KEYS, 0, 1, into)])], PREFETCH)
+    assert not reading.wait(0.05)
+    reader.urge([reading])
+    assert reading.wait(10)
+
+
+def both(edition: str, other: str) -> tuple[list[ExtentChunks], list[np.ndarray]]:
+    """Parts of two extents."""
+    into = [np.zeros((1, DIRECT.chunk_bytes), np.uint8) for _ in range(2)]
+    editions = {extent_name(5): edition, extent_name(6): other}
+    asked = [
+        ExtentChunks(name, ROWS, editions[name], [ChunkRead(1, VALUES, 1, 2, memory)])
+        for name, memory in zip(editions, into, strict=True)
+    ]
+    return asked, into
+
+
+@pytest.mark.parametrize("what", ["damaged", "gone", "nothing"])
+def test_of_several_extents_the_lost_one_is_named(tmp_path: Path, what: str) -> None:
+    with Kit(tmp_path, DIRECT) as kit:
+        kit.put(5, ROWS, (3, 4, 5))
+        kit.put(6, ROWS, (6, 7, 8))
+        held = contents(kit.store.arena, (3, 4, 5), ROWS)
+        reader = kit.store.chunks
+        assert reader is not None
+        heads = reader.read([ExtentChunks(extent_name(n), ROWS, "", []) for n in (5, 6)], DEMAND)
+        assert heads.wait(10)
+        asked, into = both(*(head.edition for head in heads.heads.values()))
+        path = kit.file(6)
+        if what == "damaged":
+            data = bytearray(path.read_bytes())
+            data[DIRECT.offset(ROWS, 1, VALUES, 1)] ^= 1
+            path.write_bytes(data)
+        elif what == "gone":
+            path.unlink()
+        reading = reader.read(asked, DEMAND)
+        assert reading.wait(10) == (what == "nothing")
+        assert reading.ended
+        kit.settle()
+        assert np.array_equal(into[0].reshape(64, -1), held[1, VALUES, 64:128])
+        assert reading.lost == (None if what == "nothing" else extent_name(6))
+        assert reading.heads.keys() == {extent_name(5), *([extent_name(6)] if what == "nothing" else [])}
+        errors = {"damaged": {"damage": 1}, "gone": {"missing": 1}, "nothing": {}}[what]
+        assert kit.store.stats().errors == errors
+        assert (extent_name(6) in kit.store.on_disk) == (what == "nothing")
+        assert extent_name(5) in kit.store.on_disk
+
+
+def test_a_fault_that_passes_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a file that is replaced just while it is read: in the order of its extent it is read again."""
+    with Kit(tmp_path, DIRECT) as kit:
+        kit.put(5, ROWS, (3, 4, 5))
+        kit.put(6, ROWS, (6, 7, 8))
+        reader = kit.store.chunks
+        assert reader is not None
+        heads = reader.read([ExtentChunks(extent_name(n), ROWS, "", []) for n in (5, 6)], DEMAND)
+        assert heads.wait(10)
+        asked, _ = both(*(head.edition for head in heads.heads.values()))
+        real, faults = DiskTier.read_chunks, [DamageError("for a moment")]
+
+        def passing(*args: Any) -> Any:
+            if faults:
+                raise faults.pop()
+            return real(*args)
+
+        monkeypatch.setattr(DiskTier, "read_chunks", passing)
+        before = kit.store.stats().chunk_read_bytes
+        reading = reader.read(asked, DEMAND)
+        assert reading.wait(10)
+        kit.settle()
+        assert reading.ended
+        assert reading.lost is None
+        assert reading.bytes == kit.store.stats().chunk_read_bytes - before == 2 * DIRECT.chunk_bytes
+        assert kit.store.stats().errors == {}
 
 
 @pytest.mark.parametrize("threads", [2, 3])
@@ -377,17 +517,17 @@ def test_what_is_read_waits_for_no_rewriting(tmp_path: Path, threads: int) -> No
         held = contents(kit.store.arena, (3, 4, 5), ROWS)
         reader = kit.store.chunks
         assert reader is not None
-        edition, begun, gate = edition_of(reader), threading.Event(), threading.Event()
+        edition, working, gate = edition_of(reader), threading.Event(), threading.Event()
 
         def orders() -> np.ndarray:
-            begun.set()
+            working.set()
             assert gate.wait(20)
             return np.tile(np.arange(ROWS, dtype=np.uint16)[::-1], (2, 1))
 
         rewrite = reader.rewrite(extent_name(5), orders)
-        assert begun.wait(10)
+        assert working.wait(10)
         into = np.empty((2, DIRECT.chunk_bytes), np.uint8)
-        assert reader.read(extent_name(5), [ChunkRead(1, VALUES, 0, 2, into)], edition, DEMAND).wait(10)
+        assert begun(reader, edition, ChunkRead(1, VALUES, 0, 2, into)).wait(10)
         assert np.array_equal(into.reshape(128, -1), held[1, VALUES, :128])
         kit.store.start([Load(77, extent_name(5), ROWS, (10, 11, 12))])
         assert kit.store.wait_layer(77, 1, 10)
@@ -461,7 +601,7 @@ def test_what_was_read_is_let_go_of_at_once(tmp_path: Path) -> None:
         alive = weakref.ref(into)
         gc.disable()
         try:
-            reading = reader.read(extent_name(5), [ChunkRead(1, VALUES, 1, 2, into)], edition_of(reader), DEMAND)
+            reading = begun(reader, edition_of(reader), ChunkRead(1, VALUES, 1, 2, into))
             assert reading.wait(10)
             kit.settle()
             del into, reading
@@ -480,7 +620,7 @@ def test_a_damaged_chunk_takes_its_extent_along(tmp_path: Path) -> None:
         reader = kit.store.chunks
         assert reader is not None
         into = np.empty((3, DIRECT.probe_chunk_bytes), np.uint8)
-        reading = reader.read(extent_name(5), [ChunkRead(1, PROBES, 0, 3, into)], edition_of(reader), DEMAND)
+        reading = begun(reader, edition_of(reader), ChunkRead(1, PROBES, 0, 3, into))
         assert not reading.wait(10)
         assert kit.store.stats().damage == 1
         assert not path.exists()

@@ -28,7 +28,7 @@ class Bench:
         self.log = []
         self.gates = {}
 
-    def add(self, name, priority=DEMAND, *, key=None, writes=False, gate=False, move=0, fails=None):
+    def add(self, name, priority=DEMAND, *, key=None, writes=False, gate=False, move=0, fails=None, ahead=False):
         began = threading.Event()
         self.gates[name] = threading.Event()
 
@@ -41,7 +41,7 @@ class Bench:
                 raise fails
             return 10
 
-        task = Task(key or name, priority, work, move=move, writes=writes)
+        task = Task(key or name, priority, work, move=move, writes=writes, ahead=ahead)
         task.began = began
         self.mover.submit(task)
         return task
@@ -85,6 +85,24 @@ def test_writers_leave_a_thread_for_loads(bench):
     b.open("w1", "w2")
     assert rest(b.mover, 20)
     assert b.log[-1] == "w2"
+
+
+def test_reads_ahead_leave_a_thread_too_until_they_are_urged(bench):
+    b = bench(threads=2)
+    b.add("guess", PREFETCH, ahead=True, gate=True).began.wait(20)
+    more = b.add("more", PREFETCH, ahead=True, gate=True)
+    b.add("write", SAVE, writes=True)
+    for name in ("d1", "d2"):
+        assert b.add(name).began.wait(20)
+    assert b.log == ["guess", "d1", "d2"]
+    b.mover.urge([more])
+    assert more.began.wait(20)
+    b.open("more")
+    assert b.add("d3").began.wait(20)
+    assert "write" not in b.log
+    b.open("guess")
+    assert rest(b.mover, 20)
+    assert b.log == ["guess", "d1", "d2", "more", "d3", "write"]
 
 
 def test_tasks_of_one_key_keep_their_order_and_lend_priority(bench):

@@ -13,9 +13,10 @@ from afterglow.errors import ConfigError, StoreError
 from afterglow.plan.step import BACKGROUND, Load, Store
 from afterglow.store.extents import pieces
 from afterglow.store.extents import throttle as throttle_module
+from afterglow.store.extents.chunks import BEGUN, LEFT_OUT, TAKEN_BACK, WANTED, ChunkRead, ExtentChunks
 from afterglow.store.extents.disk_tier import DiskTier
 from afterglow.store.extents.layout import KVLayout
-from afterglow.store.extents.throttle import ArtificiallySlowTier, Line, Throttle
+from afterglow.store.extents.throttle import UNDER_WAY, ArtificiallySlowTier, Line, Throttle
 from afterglow.store.extents.tier import ExtentRead
 from afterglow.store.moving.task import Abandoned
 from tests import doors
@@ -247,3 +248,38 @@ def test_a_speed_that_changes_holds_from_the_next_layer_on(tmp_path, arena, monk
     tier.read(ExtentRead(extent_name(1), 256, arena, range(8, 12)), arrived)
     before = [(HEAD + n * LAYER) / 4e6 for n in range(1, 4)]
     assert arrivals == pytest.approx([*before, *(before[-1] + n * LAYER / 1e6 for n in range(1, 6))])
+
+
+CHUNKS = KVLayout(2, 4, 16, "F32", probe_heads=2)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_chunks_that_are_taken_back_do_not_travel(tmp_path, monkeypatch, late):
+    """Those that a device has already been asked for do."""
+    arena = arena_of(CHUNKS, 20)
+    rows, name = 1024, extent_name(1)
+    slow(tmp_path, CHUNKS).write(record(1, rows), arena, range(16), test_tiers.ignore)
+    tier = slow(tmp_path, CHUNKS, read_bytes_per_s=4e6, latency_s=0.5)
+    _, (head,) = tier.real.read_chunks([ExtentChunks(name, rows, "", [])])
+    clock = Clock(monkeypatch)
+    states, start = bytearray(40), clock.now
+    into = np.zeros((40, CHUNKS.chunk_bytes), np.uint8)
+    places = [(layer, kv, first) for layer in (0, 1) for kv in (0, 1) for first in range(10)]
+    reads = [ChunkRead(*at, at[2] + 1, [memory]) for at, memory in zip(places, into, strict=True)]
+    sleep = clock.sleep
+
+    def and_take_back(seconds):
+        sleep(seconds)
+        if clock.now - start > 0.5 and states[-1] == WANTED:
+            states[UNDER_WAY + 1 :] = bytes([TAKEN_BACK]) * (40 - UNDER_WAY - 1)
+
+    if late:
+        clock.sleep = and_take_back
+    else:
+        states[1:] = bytes([TAKEN_BACK]) * 39
+    moved, _ = tier.read_chunks([ExtentChunks(name, rows, head.edition, reads)], states)
+    come = UNDER_WAY + 1 if late else 1
+    assert moved == come * CHUNKS.chunk_bytes
+    assert clock.now - start == pytest.approx(0.5 + moved / 4e6)
+    assert into.any(axis=1).tolist() == [True] * come + [False] * (40 - come)
+    assert list(states) == [BEGUN] * come + [LEFT_OUT] * (40 - come)

@@ -20,7 +20,7 @@ from afterglow.importance.row_layout import ExtentView, RowImportance, RowLayout
 from afterglow.importance.speculation import Prior, ReadBudget, SpeculationTally, Worth
 from afterglow.memory.reused_buffers import Buffers
 from afterglow.plan.step import Selectable
-from afterglow.store.extents.chunks import ChunkRead
+from afterglow.store.extents.chunks import ExtentChunks
 from afterglow.store.extents.layout import KVLayout
 from afterglow.store.moving.reading import ChunkIO, Reading, Rewrite
 
@@ -98,11 +98,11 @@ class ChunkLoader:
         self._rewrite: tuple[str, Rewrite] | None = None  # under way
         self._readings: deque[tuple[Reading, bool]] = deque()  # that are not counted; do they bring chunks?
 
-    def read(self, extent: str, reads: Sequence[ChunkRead], edition: str, priority: int) -> Reading:
-        """Begin to read chunks; without `reads`, to look up an extent's head. The bytes count whether they are waited for or not."""
+    def read(self, asked: Sequence[ExtentChunks], priority: int) -> Reading:
+        """Begin to read chunks; of extents without reads, to look up their heads. The bytes count whether they are waited for or not."""
         assert self.reader is not None
-        reading = self.reader.read(extent, reads, edition, priority)
-        self._readings.append((reading, bool(reads)))
+        reading = self.reader.read(asked, priority)
+        self._readings.append((reading, any(each.reads for each in asked)))
         return reading
 
     def count_reads(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,17 +16,19 @@ from afterglow.importance.chunk_loader import ChunkLoader, RowsLost
 from afterglow.importance.waits import Waits
 from afterglow.memory.pages import allocate
 from afterglow.plan.step import DEMAND, Selectable
-from afterglow.store.extents.chunks import ChunkRead
+from afterglow.store.extents.chunks import ChunkRead, ExtentChunks
 from afterglow.store.extents.layout import MEANS, PROBES
 from afterglow.store.moving.reading import Reading
 
 
 @dataclass(slots=True)
 class _Coming:
-    """Hold a chunk on its way, as a part of a run of chunks, `read`. `rows` lie in a buffer of the chunk's own, which `reading` fills."""
+    """Hold a chunk on its way, as one of a run of so many `chunks`, which is number `run` of a `reading`. That fills `rows`, which lie in a
+    buffer of the chunk's own."""
 
     reading: Reading
-    read: ChunkRead
+    run: int
+    chunks: int
     rows: Tensor
 
 
@@ -37,7 +38,7 @@ class ChunkReads:
     def __init__(self, loader: ChunkLoader, views: Sequence[Selectable]) -> None:
         self._loader = loader
         self._layout = loader.layout
-        self._views = views
+        self._rows = {view.extent: view.rows for view in views}
         self._coming: dict[ChunkKey, _Coming] = {}
         self._readings: list[Reading] = []  # whose bytes are not counted
         self._bytes = 0
@@ -71,7 +72,7 @@ class ChunkReads:
 
     def ask(self, keys: Sequence[ChunkKey], priority: int) -> None:
         """Read the chunks that are neither cached nor on their way. With priority DEMAND, urge chunks that are on their way."""
-        loader, layout = self._loader, self._layout
+        loader = self._loader
         assert loader.reader is not None or not keys
         urgent: list[Reading] = []
         by_extent: dict[str, list[ChunkKey]] = {}
@@ -85,48 +86,50 @@ class ChunkReads:
         if loader.reader is None:
             return
         if urgent:
-            loader.reader.urge(urgent)
+            loader.reader.urge(list(dict.fromkeys(urgent)))
+        if not by_extent:
+            return
+        runs: list[tuple[list[ChunkKey], ChunkRead]] = []
+        asked: list[ExtentChunks] = []
         for extent, wanted in by_extent.items():
-            rows = next(view.rows for view in self._views if view.extent == extent)
-            reads: list[ChunkRead] = []
-            pieces: list[tuple[ChunkKey, ChunkRead, np.ndarray]] = []
-            for run in _runs(sorted(wanted)):
-                key = run[0]
-                if key.tensor == PROBES:
-                    first, stop = 0, layout.blocks(rows)
-                    into = [allocate(stop * layout.probe_chunk_bytes)]
-                elif key.tensor == MEANS:
-                    first, stop, into = 0, 1, [allocate(layout.mean_bytes(rows))]
-                else:
-                    first, stop = self._parts(key.chunk, len(run), rows)
-                    into = [loader.buffers.take() for _ in run[:-1]]
-                    last = (stop - first) * layout.part_bytes - len(into) * loader.chunk_bytes
-                    # A part of a whole chunk's memory would hold the whole, and the cache counts what it shows.
-                    into.append(loader.buffers.take() if last == loader.chunk_bytes else allocate(last))
-                reads.append(ChunkRead(key.layer, key.tensor, first, stop, into))
-                pieces += zip(run, itertools.repeat(reads[-1]), into)
-            reading = loader.read(extent, reads, wanted[0].edition, priority)
-            self._readings.append(reading)
-            for key, read, memory in pieces:
-                self._coming[key] = _Coming(reading, read, self._as_rows(memory, key.tensor))
+            rows = self._rows[extent]
+            more = [(run, self._read(run[0], len(run), rows)) for run in _runs(sorted(wanted))]
+            asked.append(ExtentChunks(extent, rows, wanted[0].edition, [read for _, read in more]))
+            runs += more
+        reading = loader.read(asked, priority)
+        self._readings.append(reading)
+        for number, (run, read) in enumerate(runs):
+            for key, memory in zip(run, read.into, strict=True):
+                self._coming[key] = _Coming(reading, number, len(run), self._as_rows(memory, key.tensor))
+
+    def _read(self, key: ChunkKey, chunks: int, rows: int) -> ChunkRead:
+        """Describe the read of a run of chunks from `key` on, of an extent of `rows` rows, each to a buffer of its own."""
+        loader, layout = self._loader, self._layout
+        if key.tensor == PROBES:
+            first, stop = 0, layout.blocks(rows)
+            into = [allocate(stop * layout.probe_chunk_bytes)]
+        elif key.tensor == MEANS:
+            first, stop, into = 0, 1, [allocate(layout.mean_bytes(rows))]
+        else:
+            first, stop = self._parts(key.chunk, chunks, rows)
+            into = [loader.buffers.take() for _ in range(chunks - 1)]
+            last = (stop - first) * layout.part_bytes - len(into) * loader.chunk_bytes
+            # A part of a whole chunk's memory would hold the whole, and the cache counts what it shows.
+            into.append(loader.buffers.take() if last == loader.chunk_bytes else allocate(last))
+        return ChunkRead(key.layer, key.tensor, first, stop, into)
 
     def take_back(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Take back chunks that are not wanted after all, unless their read has begun, or their run holds a wanted chunk. Returns those
         taken back."""
-        runs: dict[int, list[ChunkKey]] = {}
+        runs: dict[tuple[int, int], list[ChunkKey]] = {}
         for key in keys:
             if key in self._coming:
-                runs.setdefault(id(self._coming[key].read), []).append(key)
-        by_reading: dict[int, list[ChunkKey]] = {}
+                runs.setdefault((id(self._coming[key].reading), self._coming[key].run), []).append(key)
+        gone: list[ChunkKey] = []
         for run in runs.values():
             coming = self._coming[run[0]]
-            if len(run) == len(coming.read.into):
-                by_reading.setdefault(id(coming.reading), []).extend(run)
-        gone: list[ChunkKey] = []
-        for unwanted in by_reading.values():
-            reads = {id(read := self._coming[key].read): read for key in unwanted}
-            if self._coming[unwanted[0]].reading.take_back(list(reads.values())):
-                gone += unwanted
+            if len(run) == coming.chunks and coming.reading.take_back(coming.run):
+                gone += run
         for key in gone:
             del self._coming[key]
         return gone
@@ -151,18 +154,19 @@ class ChunkReads:
         return found
 
     def wait_for(self, reading: Reading, extent: str) -> Waits[None]:
-        """Wait for a reading of an extent's file.
+        """Wait for a reading of an extent's file, and perhaps of others.
 
-        Raises: `RowsLost`, where the reading has failed, or the file is another one now.
+        Raises: `RowsLost`, where the reading has failed, or a file is another one now.
         """
         if not reading.ended:
             began = time.perf_counter()
             yield reading
             self.away += time.perf_counter() - began
         if not reading.wait(0):
+            lost = reading.lost or extent
             if not reading.stale:
-                self._loader.forget(extent)
-            raise RowsLost(extent, reading.stale)
+                self._loader.forget(lost)
+            raise RowsLost(lost, reading.stale)
 
     def _parts(self, chunk: int, chunks: int, rows: int) -> tuple[int, int]:
         """Return the first part of a run of chunks, and the part behind it. The last chunk may have fewer than the others."""

@@ -26,6 +26,7 @@ from afterglow.importance.waits import Waits
 from afterglow.kernels.pick import picked
 from afterglow.kernels.stored_rows import widened
 from afterglow.plan.step import DEMAND, PREFETCH, Selectable
+from afterglow.store.extents.chunks import ExtentChunks
 from afterglow.store.extents.layout import KEYS, MEANS, PROBES, VALUES
 
 T = TypeVar("T")
@@ -228,16 +229,16 @@ class PrefixLoader:
 
         Raises: `RowsLost`.
         """
-        readings = {}
-        for at in self._on_disk():
-            if self._loader.reader is None:
-                raise RowsLost(self.views[at].extent)
-            readings[at] = self._loader.read(self.views[at].extent, [], "", DEMAND)
-        for at, reading in readings.items():
-            view = self.views[at]
-            yield from self.reads.wait_for(reading, view.extent)
-            head = reading.head
-            assert head is not None
+        on_disk = {at: self.views[at] for at in self._on_disk()}
+        if not on_disk:
+            return
+        extents = {view.extent: view.rows for view in on_disk.values()}
+        if self._loader.reader is None:
+            raise RowsLost(next(iter(extents)))
+        reading = self._loader.read([ExtentChunks(extent, rows, "", ()) for extent, rows in extents.items()], DEMAND)
+        yield from self.reads.wait_for(reading, next(iter(extents)))
+        for at, view in on_disk.items():
+            head = reading.heads[view.extent]
             self._editions[at], self._orders[at] = head.edition, None
             self._loader.cache.now(view.extent, head.edition)
             if head.sidecar is not None and head.sidecar.reordered:

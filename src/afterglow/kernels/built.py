@@ -50,6 +50,10 @@ class Native:
         """Return a C value of type `kind`, such as `afterglow_norm *`. Its memory lives as long as the result."""
         return self._ffi.new(kind, values)
 
+    def over(self, kind: str, memory: object) -> Any:
+        """Return a C value of type `kind`, such as `afterglow_reading[]`, over memory that has a buffer. It keeps that alive."""
+        return self._ffi.from_buffer(kind, memory)
+
     def address(self, memory: Any) -> int:
         """Return the address of a result of `new`."""
         return int(self._ffi.cast("uintptr_t", memory))

@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define AFTERGLOW_ABI_VERSION 19
+#define AFTERGLOW_ABI_VERSION 20
 
 /* Returns the version that the library was compiled with. */
 int afterglow_abi_version(void);
@@ -391,24 +391,32 @@ int afterglow_apply_maps(const afterglow_maps *maps, int threads, int width);
    so, or one of the last two folders of its path is none (a link to one is none): the caller has to find out what. */
 int afterglow_open(const char *path, int64_t bytes, int direct);
 
-/* A stretch of a file: `head_bytes` bytes that go to `head`, then `planes` times `blocks` chunks. Chunk b of plane p goes to
-   arena + p * plane_bytes + slots[b] * chunk_bytes, and its CRC32C to sums [planes][blocks]. */
+/* A stretch of the file `fd`: `head_bytes` bytes that go to `head`, if any, then `planes` times `blocks` chunks. Chunk b of plane p goes to
+   arena + p * plane_bytes + places[b], bytes, and its CRC32C to sums [planes][blocks]. */
 typedef struct {
+    int64_t fd;
     int64_t offset;
     const void *head;
     int64_t head_bytes;
     const void *arena;
     int64_t plane_bytes;
     int64_t planes;
-    const int64_t *slots;
+    const int64_t *places;
     int64_t blocks;
     int64_t chunk_bytes;
     const uint32_t *sums;
 } afterglow_reading;
 
-/* Reads the stretch and sums it up. Returns 0, an error number of the system, or -1 if the file ends early. `by_ring`: with an
-   io_uring if the system has one. */
-int afterglow_read(int fd, const afterglow_reading *reading, int by_ring);
+/* What becomes of a stretch is told while the call is under way: to be read; taken back by the caller; being read, or there; left out. */
+#define AFTERGLOW_WANTED 0
+#define AFTERGLOW_TAKEN_BACK 1
+#define AFTERGLOW_BEGUN 2
+#define AFTERGLOW_LEFT_OUT 3
 
-/* Sums up a stretch whose chunks are in the arena already; `offset` and `head` do not count. */
+/* Reads `count` stretches in order, in whole pages, and sums them up. Returns 0, an error number of the system, or -1 if a file ends
+   early; then nothing is known of what has come. `states` [count], unless it is 0: the caller may take a stretch back until it is
+   begun. `by_ring`: with an io_uring if the system has one. */
+int afterglow_read(const afterglow_reading *readings, int64_t count, uint8_t *states, int by_ring);
+
+/* Sums up a stretch whose chunks are in the arena already; `fd`, `offset` and `head` do not count. */
 void afterglow_sum(const afterglow_reading *reading);

@@ -15,10 +15,11 @@ from afterglow.config import BLOCK_ROWS
 from afterglow.errors import StoreError
 from afterglow.plan.step import ExtentRecord
 from afterglow.store.extents import pieces
-from afterglow.store.extents.chunks import ChunkRead, ChunkReader
+from afterglow.store.extents.chunk_reader import ChunkReader
+from afterglow.store.extents.chunks import ExtentChunks, States
 from afterglow.store.extents.extent_folder import ExtentFolder
 from afterglow.store.extents.extent_reader import ExtentReader
-from afterglow.store.extents.files import Scratch, forget_pages, naming, write_full
+from afterglow.store.extents.files import Scratch, forget_pages, write_full
 from afterglow.store.extents.head import Bytes, Head, Sidecar, crc32c, encode_head
 from afterglow.store.extents.layout import KEYS, MEANS, PROBES, VALUES, KVLayout
 from afterglow.store.extents.means import chunk_means
@@ -56,7 +57,7 @@ class DiskTier:
         # Computes checksums while the thread that reads or writes sits in system calls.
         self._checksums = ThreadPoolExecutor(1, "afterglow-checksums")
         self._reader = ExtentReader(self.folder, layout, digest, self._checksums)
-        self._chunks = ChunkReader(layout, digest, self.direct)
+        self._chunks = ChunkReader(self.folder, layout, digest)
         self._scratch = Scratch()
         self._heads = Scratch()
         self._blank_crc = crc32c(bytes(layout.chunk_bytes))
@@ -114,11 +115,9 @@ class DiskTier:
         """Fill slots with layers [first, stop) of an extent's first blocks, each verified."""
         return self._reader.read(read, layer_done, range(self.layout.layers)[first:stop])
 
-    def read_chunks(self, extent: str, rows: int, reads: Sequence[ChunkRead], edition: str) -> tuple[int, Head]:
-        """Carry out `reads` of an extent of `rows` rows."""
-        with naming(extent, "reading"):
-            self.folder.check(extent)
-            return self._chunks.read(str(self.path(extent)), extent, rows, reads, edition)
+    def read_chunks(self, asked: Sequence[ExtentChunks], states: States | None = None) -> tuple[int, list[Head]]:
+        """Carry out all reads of some extents."""
+        return self._chunks.read(asked, states)
 
     def rewriting(
         self, extent: str, rows: int, ranks: Ranks, carried: Callable[[int], None] | None = None

@@ -17,10 +17,10 @@ from afterglow.errors import DamageError, StoreError
 from afterglow.store.extents import pieces
 from afterglow.store.extents.chunks import TENSORS, crcs_of
 from afterglow.store.extents.extent_folder import ExtentFolder
-from afterglow.store.extents.files import Scratch, check_size, forget_pages, naming, open_direct, read_full, read_span
+from afterglow.store.extents.files import Scratch, check_size, forget_pages, naming, read_full, read_span
 from afterglow.store.extents.head import Bytes, Head, crc32c, decode_head, peek_rows
 from afterglow.store.extents.layout import ALIGNMENT, MEANS, PROBES, KVLayout, align_up
-from afterglow.store.extents.pieces import Tensors, arena_buffers, kernels, read_summed
+from afterglow.store.extents.pieces import Tensors, arena_buffers, kernels, open_extent, open_sized, read_summed
 from afterglow.store.extents.tier import ExtentRead, runs
 from afterglow.store.places import open_file
 
@@ -56,20 +56,10 @@ class ExtentReader:
 
     def _open(self, read: ExtentRead) -> tuple[int, bool]:
         """Open the file of an extent; return its descriptor, and whether it bypasses the page cache."""
-        layout, folder = self._layout, self._folder
         if read.file is None:
-            fd = pieces.open_as_expected(folder.file_name(read.extent), layout.file_bytes(read.rows), folder.direct)
-            if fd >= 0:
-                return fd, folder.direct
-        folder.check(read.extent)
-        path, direct = read.file or folder.file_name(read.extent), folder.direct and read.file is None
-        fd, direct = open_direct(path, os.O_RDONLY, direct=direct)
-        try:
-            check_size(fd, layout, read.rows)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd, direct
+            return open_extent(self._folder, self._layout, read.extent, read.rows)
+        self._folder.check(read.extent)
+        return open_sized(read.file, self._layout, read.rows, direct=False)
 
     def head(self, path: Path, extent: str | None = None) -> Head:
         """Read and verify the head of the file at `path`, through the page cache or not.

@@ -1,7 +1,7 @@
 """Which tensors of an extent's file move in one call, and the memory of the arena that they move from or to.
 
-Where there are compiled kernels, one call of theirs (`kernels/native/read.c`) brings chunks to slots and sums them up as they come.
-Python's own reads cost a call for each piece, and the interpreter lock after each; these cost one.
+Where there are compiled kernels, one call of theirs (`kernels/native/read.c`) brings chunks to slots, or parts of many extents to any memory,
+and sums them up as they come. Python's own reads cost a call for each piece, and the interpreter lock after each; these cost one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any, Final, NamedTuple
 
 from afterglow.errors import DamageError
 from afterglow.kernels.built import Native, native
-from afterglow.store.extents.files import IOV_MAX
+from afterglow.store.extents.chunks import States
+from afterglow.store.extents.extent_folder import ExtentFolder
+from afterglow.store.extents.files import IOV_MAX, check_size, open_direct
 from afterglow.store.extents.head import Bytes
 from afterglow.store.extents.layout import KVLayout
 from afterglow.store.extents.tier import ExtentRead, HostArena, runs
@@ -76,6 +78,31 @@ def open_as_expected(path: str, num_bytes: int, direct: bool) -> int:
     return -1 if library is None else int(library.lib.afterglow_open(os.fsencode(path), num_bytes, direct))
 
 
+def open_extent(folder: ExtentFolder, layout: KVLayout, extent: str, rows: int) -> tuple[int, bool]:
+    """Open the file of an extent of `rows` rows; return its descriptor, and whether it bypasses the page cache.
+
+    Raises:
+        DamageError: the file, its size or its folders are not as they should be.
+        OSError: it cannot be opened.
+    """
+    fd = open_as_expected(folder.file_name(extent), layout.file_bytes(rows), folder.direct)
+    if fd >= 0:
+        return fd, folder.direct
+    folder.check(extent)
+    return open_sized(folder.file_name(extent), layout, rows, folder.direct)
+
+
+def open_sized(path: str, layout: KVLayout, rows: int, direct: bool) -> tuple[int, bool]:
+    """Open a file that is as long as that of an extent of `rows` rows; return as `open_extent`. Raises: as that."""
+    fd, direct = open_direct(path, os.O_RDONLY, direct=direct)
+    try:
+        check_size(fd, layout, rows)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, direct
+
+
 class Stretch(NamedTuple):
     """What one call reads: an `afterglow_reading`, the bytes that it brings, and the kernels that know it."""
 
@@ -91,13 +118,27 @@ def preadv(fd: int, stretch: Stretch, offset: int) -> int:
         DamageError: the file ends early.
         OSError: the system reports an error.
     """
-    assert stretch.reading.offset == offset
-    fault = stretch.library.lib.afterglow_read(fd, stretch.reading, 1)
+    assert (stretch.reading.fd, stretch.reading.offset) == (fd, offset)
+    _carry_out(stretch.library, stretch.reading, 1, 0)
+    return stretch.bytes
+
+
+def preadv_parts(library: Native, readings: array[int], states: States) -> None:
+    """Carry out many reads in one call. `readings`: the fields of an `afterglow_reading` for each; `states` of each, which the call keeps.
+
+    Raises:
+        DamageError, OSError: as `preadv`, for one of them; the memory of all may have changed.
+    """
+    kept = library.over("uint8_t[]", states)
+    _carry_out(library, library.over("afterglow_reading[]", readings), len(states), library.address(kept))
+
+
+def _carry_out(library: Native, readings: Any, count: int, states: int) -> None:
+    fault = library.lib.afterglow_read(readings, count, states, 1)
     if fault == ENDS_EARLY:
         raise DamageError("the file ends early")
     if fault:
         raise OSError(fault, os.strerror(fault))
-    return stretch.bytes
 
 
 def read_summed(
@@ -111,8 +152,8 @@ def read_summed(
         DamageError, OSError: as `preadv`.
         IndexError: a plane or slot is none of the arena's.
     """
-    places = array("q", slots)
-    stretch, sums = _stretch(library, arena, planes, places, head, offset)
+    places = _places(arena, planes, slots)
+    stretch, sums = _stretch(library, arena, planes, places, fd, head, offset)
     return preadv(fd, stretch, offset), sums
 
 
@@ -122,24 +163,30 @@ def sums_of(library: Native, arena: HostArena, planes: range, slots: Sequence[in
     Raises:
         IndexError: a plane or slot is none of the arena's.
     """
-    places = array("q", slots)
-    stretch, sums = _stretch(library, arena, planes, places, None, 0)
+    places = _places(arena, planes, slots)
+    stretch, sums = _stretch(library, arena, planes, places, -1, None, 0)
     library.lib.afterglow_sum(stretch.reading)
     return sums
 
 
+def _places(arena: HostArena, planes: range, slots: Sequence[int]) -> array[int]:
+    """Compute how far from a plane's beginning its slots lie, in bytes."""
+    if not (min(slots) >= 0 and max(slots) < arena.slots and planes.start >= 0 and planes.stop <= arena.planes):
+        raise IndexError(f"planes {planes} and slots {list(slots)} are not among {arena.planes} and {arena.slots}")
+    size = arena.chunk_bytes
+    return array("q", [slot * size for slot in slots])
+
+
 def _stretch(
-    library: Native, arena: HostArena, planes: range, places: array[int], head: Bytes | None, offset: int
+    library: Native, arena: HostArena, planes: range, places: array[int], fd: int, head: Bytes | None, offset: int
 ) -> tuple[Stretch, array[int]]:
-    """Describe chunks of an arena, and their checksums to come. `places`: the slots, which have to outlive the stretch."""
-    if not (min(places) >= 0 and max(places) < arena.slots and planes.start >= 0 and planes.stop <= arena.planes):
-        raise IndexError(f"planes {planes} and slots {places.tolist()} are not among {arena.planes} and {arena.slots}")
+    """Describe chunks of an arena, and their checksums to come. `places` have to outlive the stretch."""
     sums = array("I", bytes(4 * len(planes) * len(places)))
     chunk_bytes = arena.chunk_bytes
     plane_bytes = arena.slots * chunk_bytes
     reading = (
         # `head.ctypes` would take as long as all the rest
-        *((offset, 0, 0) if head is None else (offset, head.__array_interface__["data"][0], head.nbytes)),
+        *((fd, offset, 0, 0) if head is None else (fd, offset, head.__array_interface__["data"][0], head.nbytes)),
         *(arena.address + planes.start * plane_bytes, plane_bytes, len(planes)),
         *(places.buffer_info()[0], len(places), chunk_bytes, sums.buffer_info()[0]),
     )

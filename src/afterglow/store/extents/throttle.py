@@ -12,14 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from afterglow.errors import ConfigError, StoreError
 from afterglow.plan.step import ExtentRecord
-from afterglow.store.extents.chunks import ChunkRead
+from afterglow.store.extents.chunks import ExtentChunks, Stale, States
 from afterglow.store.extents.head import Head
 from afterglow.store.extents.layout import align_up
 from afterglow.store.extents.rewriting import Ranks, Rewriting
 from afterglow.store.extents.tier import ExtentRead, HostArena, Tier
+
+UNDER_WAY: Final = 16  # reads of chunks that a device has at a time: what is taken back of the others does not travel
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +121,25 @@ class ArtificiallySlowTier:
 
         return self.real.read(read, hold_back, first, stop)
 
-    def read_chunks(self, extent: str, rows: int, reads: Sequence[ChunkRead], edition: str) -> tuple[int, Head]:
-        """Read, and then wait for the rest of the time that a slow device takes: a call's latency for each stretch."""
-        began = time.perf_counter()
-        moved, head = self.real.read_chunks(extent, rows, reads, edition)
-        if moved:
-            self._reads.send(moved, began + self.throttle.latency_s * max(1, len(reads)))
-        return moved, head
+    def read_chunks(self, asked: Sequence[ExtentChunks], states: States | None = None) -> tuple[int, list[Head]]:
+        """Read a few chunks at a time, and wait until the line has carried them. All are asked for at once: one call's latency."""
+        at = time.perf_counter() + self.throttle.latency_s
+        total, first, heads = 0, 0, []
+        for each in asked:
+            for start in range(0, max(1, len(each.reads)), UNDER_WAY):
+                some = each.reads[start : start + UNDER_WAY]
+                stop = first + len(some)
+                seen = None if states is None else memoryview(states)[first:stop]
+                try:
+                    moved, found = self.real.read_chunks([each._replace(reads=some)], seen)
+                except Stale as stale:
+                    stale.bytes += total
+                    raise
+                if moved:
+                    self._reads.send(moved, at)
+                total, first = total + moved, stop
+            heads += found
+        return total, heads
 
     def rewriting(
         self, extent: str, rows: int, ranks: Ranks, carried: Callable[[int], None] | None = None

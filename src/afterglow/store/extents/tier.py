@@ -15,7 +15,7 @@ import numpy.typing as npt
 from afterglow.config import BLOCK_ROWS
 from afterglow.errors import ConfigError
 from afterglow.plan.step import ExtentRecord
-from afterglow.store.extents.chunks import ChunkRead
+from afterglow.store.extents.chunks import ExtentChunks, States
 from afterglow.store.extents.head import Bytes, Head
 from afterglow.store.extents.layout import ALIGNMENT, KVLayout
 from afterglow.store.extents.rewriting import Ranks, Rewriting
@@ -124,11 +124,11 @@ class Tier(Protocol):
         bytes of an extent's reads add up to those of the whole.
         """
 
-    def read_chunks(self, extent: str, rows: int, reads: Sequence[ChunkRead], edition: str) -> tuple[int, Head]:
-        """Some chunks of an extent of a layout with probe heads, each verified: the bytes read, and the head.
+    def read_chunks(self, asked: Sequence[ExtentChunks], states: States | None = None) -> tuple[int, list[Head]]:
+        """Some chunks of extents of a layout with probe heads, each verified: the bytes read, and each extent's head.
 
-        Raises `Stale` when the file is of another edition than `edition`; without any reads, the head is returned, of
-        whatever edition.
+        `states`: of all reads in order; one that is taken back before it has begun is left out. Raises `Stale` when a file is of another
+        edition than is asked for. May be called while the extents are read, written or deleted; what it raises then may be no more true.
         """
 
     def rewriting(

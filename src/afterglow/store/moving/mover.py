@@ -1,7 +1,7 @@
 """Threads and queues that carry moves out, in order of priority. They know tasks, not extents or files.
 
 Six promises. Tasks of one key run one after another, in the order of submission, whatever their priorities.
-Writing tasks never hold the last thread, so that a load does not wait for them. A task that has come to its gate
+Tasks that write, or read ahead of need, never hold the last thread, so that nothing urgent waits for them. A task that has come to its gate
 holds no thread while the gate is closed. Urgent tasks that come together, or are urged together, go on side by side
 where their work pauses: whichever has come the least far goes first. A task that stops making progress is given up:
 it is reported as failed with its memory still busy, another thread takes its place, and when the call returns at
@@ -36,19 +36,19 @@ class Mover:
 
     def __init__(self, threads: int, timeout: float, report: Callable[[Task, MoveDone, str | None], None]) -> None:
         self._normal = max(1, threads)
-        self._writers_most = max(1, threads - 1)
+        self._patient_most = max(1, threads - 1)
         self._timeout = timeout
         self._report = report
         self._lock = threading.Lock()
         self._work_there = threading.Condition(self._lock)
         self._watch = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
-        self._reads: list[tuple[Place, Task]] = []
-        self._writes: list[tuple[Place, Task]] = []
+        self._queue: list[tuple[Place, Task]] = []
+        self._patient_queue: list[tuple[Place, Task]] = []  # of tasks that leave a thread to others
         self._chains: dict[str, deque[Task]] = {}  # by key; the first is queued or runs, the rest wait for it
         self._running: dict[Task, None] = {}
         self._stuck: set[str] = set()  # keys of tasks that were given up and have not returned
-        self._writers = 0
+        self._patient = 0  # that run
         self._alive = 0
         self.hung = 0  # threads that sit in a call that timed out
         self._reporting = 0  # threads between the end of a task and its report
@@ -165,7 +165,7 @@ class Mover:
         first, urgency = chain[0], self._urgency(key)
         if first.place is None or urgency < first.place[:2]:
             first.place = (*urgency, first.layers, self._next())
-            heappush(self._writes if first.writes else self._reads, (first.place, first))
+            heappush(self._patient_queue if first.can_wait else self._queue, (first.place, first))
             self._work_there.notify()
 
     def _urgency(self, key: str) -> tuple[int, int]:
@@ -177,12 +177,12 @@ class Mover:
 
     def _heap(self) -> list[tuple[Place, Task]]:
         """Return the queue whose first entry is next."""
-        for heap in (self._reads, self._writes):
+        for heap in (self._queue, self._patient_queue):
             while heap and heap[0][0] != heap[0][1].place:  # a more urgent entry of the same task took its place
                 heappop(heap)
-        heap = self._reads
-        if self._writes and self._writers < self._writers_most and (not heap or self._writes[0] < heap[0]):
-            heap = self._writes
+        heap, patient = self._queue, self._patient_queue
+        if patient and self._patient < self._patient_most and (not heap or patient[0] < heap[0]):
+            heap = patient
         return heap
 
     def _pop(self) -> Task | None:
@@ -194,7 +194,8 @@ class Mover:
         task.place = None
         task.progress_at = time.monotonic()
         self._running[task] = None
-        self._writers += task.writes
+        task.patient = task.can_wait
+        self._patient += task.patient
         if len(self._running) == 1:
             self._watch.notify()  # the watchdog sleeps without a limit while nothing runs
 
@@ -210,9 +211,9 @@ class Mover:
 
     def _rest(self, task: Task) -> None:
         self._running.pop(task)
-        if task.writes:
-            self._writers -= 1
-            self._work_there.notify()  # a queued writer may have waited for its turn
+        if task.patient:
+            self._patient -= 1
+            self._work_there.notify()  # a queued one may have waited for its turn
 
     def _step_back(self, task: Task) -> None:
         """Queue a task that has paused: it stays the first of its key, and waits while its gate is closed."""
@@ -237,8 +238,8 @@ class Mover:
                 self._chains[key] = deque(running)
             else:
                 del self._chains[key]
-        self._reads.clear()
-        self._writes.clear()
+        self._queue.clear()
+        self._patient_queue.clear()
         return refused
 
     # ----------------------------------------------------------------------------------------- the threads

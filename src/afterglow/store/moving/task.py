@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from afterglow.errors import StoreError
+from afterglow.plan.step import DEMAND
 
 Place = tuple[int, int, int, int]  # priority, turn, layers in place, number of the entry: the lower goes first
 
@@ -25,7 +26,7 @@ class Task:
     `move` is None for the store's own housekeeping, which is not reported. `gate`: how many layers may be in place
     before `Mover.release` (None: all). A work that is not done calls `pause` and returns, either at its `limit` or to let
     other tasks go first; it is called again when the gate is open and its turn has come. `label` is for the receiver
-    of the report.
+    of the report. `ahead`: it reads, and nothing waits for it before it is urged.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Task:
         writes: bool,
         gate: int | None = None,
         label: str = "",
+        ahead: bool = False,
     ) -> None:
         self.key = key
         self.priority = priority
@@ -47,6 +49,8 @@ class Task:
         self.gate = gate
         self.arrived: int | None = None  # layers whose bytes have come to the disk; None: all
         self.label = label
+        self.ahead = ahead
+        self.patient = False  # runs as one of those that leave a thread to others
         self.turn = 0  # tasks of one turn go on side by side, whichever has come the least far
         self.place: Place | None = None  # its entry in a queue; other entries of this task are void
         self.started = False  # runs, or has ended; not while it waits at its gate, or for others
@@ -67,6 +71,11 @@ class Task:
     def waits(self) -> bool:
         """Tell whether the task has come to its gate, and the gate is closed, or to bytes that have not come yet."""
         return any(each is not None and self.layers >= each for each in (self.gate, self.arrived))
+
+    @property
+    def can_wait(self) -> bool:
+        """Tell whether the task must leave a thread to others: it writes, or reads what nothing waits for."""
+        return self.writes or (self.ahead and self.priority != DEMAND)
 
     def pause(self) -> None:
         """Note that there is more to do, behind the gate or after other tasks; the work calls this, then returns."""

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from afterglow.plan.prefix.extent import Extent
-from afterglow.plan.prefix.index import Index, common_rows, extent_id
+from afterglow.plan.prefix.index import Index, extent_id
 from afterglow.plan.prefix.salts import approximate
+from afterglow.plan.prefix.tree import common_rows
 from tests.plan.fake_executor import pack
 from tests.plan.tiers_kit import make_extent
 

@@ -19,9 +19,10 @@ from math import inf
 
 from afterglow.plan.options import Capacity, SchedulerOptions
 from afterglow.plan.prefix.extent import Extent, View
-from afterglow.plan.prefix.index import Index, Inserted, Match, common_rows, extent_id
+from afterglow.plan.prefix.index import Index, Inserted, Match, extent_id
 from afterglow.plan.prefix.salts import approximate, covers, is_private, kind_of
 from afterglow.plan.prefix.shared_prefixes import SharedPrefix
+from afterglow.plan.prefix.tree import common_rows
 from afterglow.plan.prefix.truncation import Cut, Epochs, Rules, cut, outgrown
 from afterglow.plan.retention.registered import Registered
 from afterglow.plan.retention.restore import adopt, prefix_of, restore

@@ -17,8 +17,8 @@ from typing import Literal, TypeAlias
 from afterglow.config import BLOCK_ROWS
 from afterglow.plan.cache import Cache
 from afterglow.plan.prefix.extent import Extent
-from afterglow.plan.prefix.index import common_rows
 from afterglow.plan.prefix.shared_prefixes import OPERATOR
+from afterglow.plan.prefix.tree import common_rows
 from afterglow.plan.step import ExtentId
 
 Medium: TypeAlias = Literal["GPU", "CPU", "STORAGE"]  # vLLM's names: device, host, disk

@@ -20,8 +20,9 @@ from afterglow.plan.cache import Cache
 from afterglow.plan.options import UNLIMITED, SchedulerOptions
 from afterglow.plan.prefix.extent import View
 from afterglow.plan.prefix.ghosts import Reason
-from afterglow.plan.prefix.index import NO_MATCH, Match, common_rows
+from afterglow.plan.prefix.index import NO_MATCH, Match
 from afterglow.plan.prefix.salts import client_salt
+from afterglow.plan.prefix.tree import common_rows
 from afterglow.plan.step import Admit, Selectable
 from afterglow.plan.tiers.device import GROWTH_BLOCKS, WHOLE, Context, DeviceSegment
 

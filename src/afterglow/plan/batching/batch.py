@@ -9,8 +9,8 @@ from afterglow.plan.batching.job import Job
 from afterglow.plan.batching.merging import Merging
 from afterglow.plan.cache import Cache
 from afterglow.plan.prefix.extent import Extent, View
-from afterglow.plan.prefix.index import common_rows
 from afterglow.plan.prefix.salts import client_salt, covers
+from afterglow.plan.prefix.tree import common_rows
 from afterglow.plan.step import Release
 from afterglow.plan.tiers.device import GROWTH_BLOCKS, DeviceSegment
 

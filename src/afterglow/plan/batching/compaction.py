@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from afterglow.plan.batching.job import Job
 from afterglow.plan.cache import Cache
 from afterglow.plan.prefix.extent import Extent, View
-from afterglow.plan.prefix.index import common_rows
 from afterglow.plan.prefix.ranges import Rows
+from afterglow.plan.prefix.tree import common_rows
 from afterglow.plan.step import JobSpec, MoveDone
 
 

@@ -24,9 +24,9 @@ from afterglow.plan.batching.job import Job, Wait
 from afterglow.plan.batching.queue import RequestQueue
 from afterglow.plan.cache import Cache
 from afterglow.plan.options import UNLIMITED, SchedulerOptions
-from afterglow.plan.prefix.index import common_rows
 from afterglow.plan.prefix.salts import client_salt
 from afterglow.plan.prefix.shared_prefixes import SharedPrefix
+from afterglow.plan.prefix.tree import common_rows
 from afterglow.plan.step import Admit, Gather, Run, Save, Share
 
 IDLE_PREFILL = 2048  # prompt tokens of a step that keeps no decode waiting

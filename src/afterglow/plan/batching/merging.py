@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from afterglow.plan.batching.job import Job
 from afterglow.plan.cache import Cache
 from afterglow.plan.prefix.extent import Extent
-from afterglow.plan.prefix.index import subtree
+from afterglow.plan.prefix.tree import subtree
 from afterglow.plan.step import MoveDone
 
 MIN_SHARE = 4  # the lower half has at least 1/4 of the upper half's rows, if another turn has used the upper half

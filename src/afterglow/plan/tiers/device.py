@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from afterglow.plan.options import UNLIMITED, Capacity, SchedulerOptions
 from afterglow.plan.prefix.extent import NONE, Extent, View, with_key, without_key
-from afterglow.plan.prefix.index import Match, common_rows
+from afterglow.plan.prefix.index import Match
+from afterglow.plan.prefix.tree import common_rows
 from afterglow.plan.stats import Counters
 
 GROWTH_BLOCKS = 4  # blocks by which a segment grows while there is room, to be one run of memory

@@ -18,9 +18,9 @@ from heapq import heappop, heappush
 from math import inf, nextafter
 
 from afterglow.plan.prefix.extent import Extent
-from afterglow.plan.prefix.index import common_rows
 from afterglow.plan.prefix.published import Published, expiry, listed_under
 from afterglow.plan.prefix.shared_way import Candidate, choices, follow, promising
+from afterglow.plan.prefix.tree import common_rows
 from afterglow.plan.retention.shared_room import Rank, SharedRoom
 from afterglow.plan.step import (
     BACKGROUND,

@@ -13,9 +13,10 @@ from typing import Final, NamedTuple
 from afterglow.config import MAX_EXTENT_ROWS
 from afterglow.errors import DamageError, StoreError
 from afterglow.plan.prefix.block_keys import BLOCK_ROWS, block_keys
-from afterglow.plan.prefix.index import common_rows, extent_id
+from afterglow.plan.prefix.index import extent_id
 from afterglow.plan.prefix.published import Published, listed_under
 from afterglow.plan.prefix.shared_way import Candidate, choices, follow, promising, starts
+from afterglow.plan.prefix.tree import common_rows
 from afterglow.store.extents.head import decode_head
 from afterglow.store.extents.layout import KVLayout
 from afterglow.store.shared import directory

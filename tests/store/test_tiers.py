@@ -499,3 +499,20 @@ def test_the_thread_for_checksums_ends_with_the_tier(tmp_path):
     gc.collect()
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_rows_in_eight_bits_come_by_the_compiled_kernels_too(tmp_path, monkeypatch):
+    """Their tensors begin anywhere in a page."""
+    if pieces.kernels() is None:
+        pytest.skip("no compiled kernels")
+    tier = DiskTier(tmp_path, EIGHT_BITS, DIGEST)
+    arena = arena_of(EIGHT_BITS, 8)
+    tier.write(record(1, 200), arena, range(4), ignore)
+    wanted = contents(arena, range(4), 200)
+    calls = []
+    for module in (os, pieces):
+        real = module.preadv
+        monkeypatch.setattr(module, "preadv", lambda *args, m=module, r=real: calls.append(m.__name__) or r(*args))
+    tier.read(ExtentRead(extent_name(1), 200, arena, (7, 5, 6, 4)), ignore)
+    assert set(calls) == {pieces.__name__}
+    assert np.array_equal(contents(arena, (7, 5, 6, 4), 200), wanted)

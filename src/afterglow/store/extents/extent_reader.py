@@ -141,7 +141,7 @@ class ExtentReader:
             sidecar = read.head.sidecar
             if sidecar is not None and sidecar.reordered:
                 return self._read_reordered(fd, read, read.head, layer_done, layers)
-        summed = read.arena.aligned and kernels() is not None
+        summed = read.arena.whole and kernels() is not None
         limit = pieces.SUMMED_READ_BYTES if summed else pieces.READ_BYTES
         segments = 1 if summed else sum(1 for _ in runs(slots))  # the kernels' calls have memory of their own
         span, parts = self._parts(rows, len(slots), segments, limit, layers)

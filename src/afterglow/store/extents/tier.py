@@ -47,13 +47,13 @@ class HostArena:
         self.slots = slots
         self.view: Bytes = flat[:need].reshape(layout.layers, 2, slots, layout.chunk_bytes)
         self.rows: Bytes = self.view.reshape(layout.layers, 2, slots, BLOCK_ROWS, layout.row_bytes)
-        # Direct I/O wants memory, length and file offset aligned; otherwise transfers pass through a bounce
-        # buffer. So they do where a tensor in the file has more chunks than an extent's blocks.
-        whole = layout.padded_rows(1) == BLOCK_ROWS
+        # `whole`: no tensor in a file has more chunks than an extent's blocks. What the compiled kernels read needs no more. Python's
+        # direct I/O also wants memory, length and file offset aligned; otherwise transfers pass through a bounce buffer.
+        self.whole = layout.padded_rows(1) == BLOCK_ROWS
         self.address = flat.ctypes.data
         self.planes = layout.layers * 2
         self.chunk_bytes = layout.chunk_bytes
-        self.aligned = layout.aligned and whole and self.address % ALIGNMENT == 0
+        self.aligned = layout.aligned and self.whole and self.address % ALIGNMENT == 0
 
     def plane(self, layer: int, kv: int) -> Bytes:
         """One layer's keys (kv 0) or values (kv 1) in all slots: uint8 [slots, chunk_bytes], a view."""

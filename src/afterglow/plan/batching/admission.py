@@ -54,8 +54,7 @@ class Admission:
             job.waited = True
             return Wait.PREFIX
         context, fellow, device_rows = self.on_device(job, tokens, match)
-        selects = job.spec.selects and match.rows and job.length > MIN_ASKING_ROWS and not job.generated
-        if selects:
+        if job.spec.selects and match.rows and job.length > MIN_ASKING_ROWS and not job.generated:
             wide = self.match(job, tokens, self._cache.selecting_salt(job.spec))
             exact, selected = (beyond(each, device_rows) for each in (match, wide))
             if self.decision.selecting_pays(job, exact, selected, device_rows, now):

@@ -55,7 +55,8 @@ def _typical(kind: str, batch: int, steps: list[Any]) -> list[Any]:
     whole = [step for step in steps if step.runs == batch]
     decodes = [step for step in whole if step.rows == batch]
     leave = max(decodes, key=lambda step: step.counts["synchronisations"])
-    plain = min(decodes, key=lambda step: step.counts["synchronisations"])
+    # Of equals the one with the fewest launches: the first ones are no graphs yet.
+    plain = min(decodes, key=lambda step: (step.counts["synchronisations"], step.counts["launches"]))
     first = next((step for step in whole if step.rows > batch), None)
     named = [("decode", plain), ("decode, blocks leave", leave), (kind, first)]
     return [(name, step.counts, step.lines) for name, step in named if step is not None]

@@ -123,7 +123,7 @@ def _alike(matrices: Sequence[Matrix]) -> Sequence[Matrix]:
 
 
 def most_rows(tables: ExpertTables, taken: int) -> int:
-    """Return for how many rows, each of which takes so many experts, the kernels are likely faster than a product for each expert."""
+    """Return for how many rows, if each takes so many experts, the kernels are likely faster than a product for each expert."""
     weights = 3 * tables.hidden * tables.inner
     return min(MOST_ROWS, len(tables.wide.matrices) * (CHOICES * weights + LAUNCHES) // (weights * taken))
 

@@ -16,7 +16,7 @@ from afterglow.kernels.block_rounding import round_to_blocks
 from afterglow.kernels.gate import Gate
 from afterglow.kernels.packed import GROUP
 
-MOST_ROWS = 128  # that the kernel multiplies: two tiles of it, each of which reads and widens all weights
+MOST_ROWS = 128  # that the kernel multiplies: two tiles, and each reads and widens all weights
 PIECE = 2**24  # weights that are widened at a time
 ROUND_ROWS = 256  # of weights that are rounded, or split, at a time
 FLOAT8 = torch.float8_e4m3fn

@@ -227,7 +227,7 @@ class Drafts:
             self._cache.add(extent, slots, now)
         if any(each.rows > draft.first_row for each in job.spec.breakpoints):
             job.grown = draft.stop if draft.stop == job.spec.breakpoints[-1].rows else 0
-            self._cache.mark(self._cache.match(salt, prefix + own).views, job.spec.breakpoints, now)
+            self._cache.mark(self._cache.match(draft.salt, prefix + own).views, job.spec.breakpoints, now)
         return outcome != "duplicate"
 
     def kill(self, job: Job) -> None:

@@ -17,10 +17,10 @@ from scripts.readme import REGION
 PAGE = ROOT / "docs" / "gpu.md"
 
 
-def printed(module: str) -> str:
-    """Return what a module prints. Raises: CalledProcessError, if it fails."""
+def printed(program: str) -> str:
+    """Return what a module prints, with its arguments. Raises: CalledProcessError, if it fails."""
     ran = subprocess.run(
-        [sys.executable, "-m", module],
+        [sys.executable, "-m", *program.split()],
         cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, check=True, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     return f"\n{ran.stdout.strip()}\n\n"

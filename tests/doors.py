@@ -93,6 +93,44 @@ def held_bytes(runner: Any) -> int:
     return int(runner._pool.num_bytes) - free_bytes_of(runner._pool)
 
 
+def around_each_step(carried_out: Callable[[Any, Callable[[], None]], None]) -> None:
+    """Have engines carry out each step by `carried_out`, which is given the step and what carries it out: releases and runs."""
+    from afterglow.engine.loop import EngineLoop
+
+    execute = EngineLoop._execute
+
+    def executed(self: EngineLoop, step: Any, began: float) -> None:
+        carried_out(step, lambda: execute(self, step, began))
+
+    EngineLoop._execute = executed  # type: ignore[method-assign]
+
+
+def check_each_budget(patch: Any) -> list[tuple[int, int]]:
+    """Have engines check in each step, once it has run: contexts hold no more than the plan counts, and the pool no more than its limit
+    and what its slabs are rounded up to. Returns of each step the bytes that are held, and those that the plan counts."""
+    from afterglow.engine.loop import EngineLoop
+    from afterglow.engine.runner import TorchRunner
+
+    execute, run, checked, plans = EngineLoop._execute, TorchRunner.run, list[tuple[int, int]](), dict[Any, Any]()
+
+    def executed(self: EngineLoop, step: Any, began: float) -> None:
+        plans[self.parts.runner] = self.parts.scheduler
+        execute(self, step, began)
+
+    def ran(self: TorchRunner, step: Any) -> Any:
+        out = run(self, step)
+        held, counted = held_bytes(self), plans[self].cache.device.used * self.shape.row_bytes
+        checked.append((held, counted))
+        assert held <= counted, f"{held} bytes are held, {counted} counted"
+        slabs = [slab for kind in self._pool._slabs.values() for slab in kind[:1]]
+        assert self._pool.num_bytes <= self._pool._limit + sum(slab.data.nbytes for slab in slabs)
+        return out
+
+    patch.setattr(EngineLoop, "_execute", executed)
+    patch.setattr(TorchRunner, "run", ran)
+    return checked
+
+
 def rows_exit() -> Any:
     """Return the class that takes rows off the device."""
     from afterglow.engine import tee

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,10 @@ def suite(setting: Setting, ceilings: Ceilings, path: str) -> Found:
     if setting.tiny and "no_memory" not in path:
         return Found([], [], f"{path}: left out of a tiny run")
     only = setting.of(f"not ({LEFT_OUT})", FEW)
-    with tempfile.TemporaryDirectory(prefix="afterglow-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="afterglow-bench-") as folder, ThreadPoolExecutor(1) as beside:
+        on_cpu = beside.submit(answers, path, only, Path(folder) / "cpu.json")
         ours = answers(path, only, Path(folder) / "device.json", setting.tests_on)
-        theirs = answers(path, only, Path(folder) / "cpu.json")
+        theirs = on_cpu.result()
     same = sum(theirs[test] == found for test, found in ours.items())
     rows = [{"suite": path, "tests_with_replies": len(ours), "same_tokens": same}]
     table("the engine's tests on the device", rows)

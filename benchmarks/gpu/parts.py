@@ -21,6 +21,7 @@ SUITES = (
     "engine/test_truncation",
     "engine/test_no_memory",
     "engine/test_quantized",
+    "engine/test_eight_bits",
     "faults/test_engine_faults",
 )
 SYSTEMS = (64, 512, 2048)

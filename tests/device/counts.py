@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,9 @@ def measure(device: str, folder: Path, batches: Sequence[int] = BATCHES) -> dict
     from tests.device import scenes
     from tests.device.watching import watch
 
-    engine = scenes.load(device, folder, relay="off", max_batch=24, prefill_chunk=4096)
+    engine = scenes.load(device, folder, relay="off", max_batch=24, prefill_chunk=4096, speculate="off")
     found: dict[str, dict[str, int]] = {}
-    waits: set[str] = set()
+    waits, most = set[str](), 0
     for number, batch in enumerate((batches[-1], *batches)):
         for kind in ("prefill", "reuse"):
             rows = 104 if kind == "reuse" else 40
@@ -43,23 +44,28 @@ def measure(device: str, folder: Path, batches: Sequence[int] = BATCHES) -> dict
                 engine.demote("host")
             watch.steps.clear()
             scenes.ask(engine, prompts, tokens=18, logprobs=None)
-            for name, counts, lines in _typical(kind, batch, watch.steps) if number else ():
+            if not number:
+                continue
+            for name, counts in _typical(kind, batch, watch.steps):
                 found.setdefault(f"{name} {batch}", {key: counts[key] for key in COLUMNS})
-                waits |= {line for what, line in lines if what == "synchronisations"}
+            most = max(most, *(step.counts["synchronisations"] for step in watch.steps))
+            waits |= {line for step in watch.steps for what, line in step.lines if what == "synchronisations"}
     engine.close()
-    return {"rows": found, "waits": sorted(waits)}
+    return {"rows": found, "waits": sorted(waits), "most": most}
 
 
 def _typical(kind: str, batch: int, steps: list[Any]) -> list[Any]:
     """Choose steps in which the whole batch takes part."""
     whole = [step for step in steps if step.runs == batch]
     decodes = [step for step in whole if step.rows == batch]
-    leave = max(decodes, key=lambda step: step.counts["synchronisations"])
-    # Of equals the one with the fewest launches: the first ones are no graphs yet.
-    plain = min(decodes, key=lambda step: (step.counts["synchronisations"], step.counts["launches"]))
+    leave = max(decodes, key=lambda step: step.counts["copies to host"])
+    asked = [tuple(step.counts[key] for key in COLUMNS) for step in decodes]
+    plain = decodes[
+        asked.index(Counter(asked).most_common(1)[0][0])
+    ]  # the first ones are no graphs yet, the last launches none
     first = next((step for step in whole if step.rows > batch), None)
     named = [("decode", plain), ("decode, blocks leave", leave), (kind, first)]
-    return [(name, step.counts, step.lines) for name, step in named if step is not None]
+    return [(name, step.counts) for name, step in named if step is not None]
 
 
 def counted(scene: str = "counts") -> dict[str, Any]:
@@ -88,4 +94,4 @@ def table(found: dict[str, Any]) -> str:
 if __name__ == "__main__":
     result = counted("few_counts" if os.environ.get("TRITON_INTERPRET") == "1" else "counts")
     print(table(result))
-    print("\nwaiting functions: " + ", ".join(result["waits"]))
+    print(f"\nwaiting function: {', '.join(result['waits'])}; most synchronisations of any step: {result['most']}")

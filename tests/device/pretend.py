@@ -20,6 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests import doors
 from tests.device.doors import schema, slots_of
 from tests.device.graphs import CUDAGraph, Recording, recorded
 from tests.device.watching import Current, Event, Stream, watch
@@ -403,7 +404,7 @@ def install() -> None:
             main(self)
 
     def ran(self: TorchRunner, of: Step) -> Any:
-        out = watch.in_step(len(of.runs), sum(len(run.tokens) for run in of.runs), lambda: step(self, of))
+        out = step(self, of)
         watch.reuse_locked(slots_of(self, of.ahead.gathers if of.ahead is not None else ()))
         return out
 
@@ -416,6 +417,7 @@ def install() -> None:
         _launch_on_the_cpu()
     Engine.load = classmethod(loaded)  # type: ignore[assignment, method-assign]
     EngineLoop.run = run  # type: ignore[method-assign]
+    doors.around_each_step(lambda of, go: watch.in_step(len(of.runs), sum(len(run.tokens) for run in of.runs), go))
     TorchRunner.run = ran  # type: ignore[method-assign]
     TorchRunner.release = released  # type: ignore[method-assign]
 

@@ -243,6 +243,55 @@ def few_counts(device: str, folder: Path) -> Any:
     return measure(device, folder, (2, 8))
 
 
+def mixed(device: str, folder: Path) -> list[str]:
+    """Operators that refuse tensors of two devices."""
+    with pretend.active():
+        here, there = torch.ones(2, 2), torch.ones(2, 2, device="cuda")
+        some = torch.tensor([0], device="cuda")
+        calls = {
+            "add": lambda: there + here,
+            "mm": lambda: here @ there,
+            "index": lambda: here[some],
+            "index_put_": lambda: there.index_put_((some,), here[0]),
+            "cat": lambda: torch.cat([here, there]),
+            "where": lambda: torch.where(there > 0, here, there),
+            "addmm_": lambda: there.addmm_(there, here),
+            "a number": lambda: there + torch.tensor(1.0),  # which CUDA takes
+        }
+        found = []
+        for name, call in calls.items():
+            try:
+                call()
+            except pretend.Mismatch:
+                found.append(name)
+    return found
+
+
+def waits(device: str, folder: Path) -> Any:
+    """What steps wait for: with prompts in several steps behind a shared prefix, and draws with seeds and without; with log-probabilities."""
+    from tests.device.watching import watch
+
+    engine = load(device, folder, relay="on", prefill_chunk=48, speculate="off")
+    prefix = draw(1, 70)
+    found: dict[str, Any] = {"waits": set(), "most": []}
+    for logprobs in (None, 2):
+        ask(engine, [prefix], tokens=2)
+        watch.steps.clear()
+        for seed in (None, 3):
+            drawn = SamplingParams(
+                max_tokens=18, temperature=0.8, top_p=0.9, seed=seed, logprobs=logprobs, ignore_eos=True
+            )
+            prompts = [[*prefix, *draw(10 + i, 5 + 60 * i)] for i in range(3)]
+            engine.generate([Request(f"r{random.random()}", prompt, drawn) for prompt in prompts])
+            engine.settle()
+            engine.demote("host")
+        for step in watch.steps:
+            found["waits"] |= {line for what, line in step.lines if what == "synchronisations"}
+        found["most"].append(max(step.counts["synchronisations"] for step in watch.steps))
+    engine.close()
+    return {**found, "waits": sorted(found["waits"])}
+
+
 def races(device: str, folder: Path) -> Any:
     """Which streams use memory that others write, while rows leave, come back from host memory and disk, and are shared."""
     from tests.device.watching import watch
@@ -255,6 +304,7 @@ def races(device: str, folder: Path) -> Any:
     found = ask(engine, [prefix], tokens=18)
     for tier in ("host", "disk"):
         engine.settle()
+        assert engine.stats().plan.saves_in_flight == 0, "rows that leave are not handed over"
         engine.demote(tier)
         found += ask(engine, [[*prefix, *draw(len(found) + i, 9 + 50 * i)] for i in range(2)], tokens=3)
         found += ask(engine, [[*prefix, *draw(200 + len(found), 60)]], tokens=2)  # its first step draws nothing

@@ -22,13 +22,12 @@ def test_no_stream_uses_memory_before_another_is_done_with_it(scene: str, tmp_pa
     ("file", "wait", "scene", "race"),
     [
         pytest.param("tee", "record_stream", "races", "memory is used again", marks=pytest.mark.long),
-        pytest.param("gather", "_last.synchronize", "no_memory", "does not wait for copy_", marks=pytest.mark.long),
+        pytest.param("gather", "wait(self._last)", "no_memory", "does not wait for copy_", marks=pytest.mark.long),
+        pytest.param("read_buffer", "wait(self._left)", "read_ahead", "the store fills slots", marks=pytest.mark.long),
+        ("transfers", "wait(own.sent)", "sending", "cat on stream -1"),  # written to as `out=`
+        pytest.param("transfers", "event.synchronize()", "sending", "cat on stream -1", marks=pytest.mark.long),
         pytest.param(
-            "read_buffer", "_copied.synchronize", "read_ahead", "the store fills slots", marks=pytest.mark.long
-        ),
-        ("transfers", "sent.synchronize", "sending", "cat on stream -1"),  # written to as `out=`
-        pytest.param(
-            *("transfers", "left.synchronize", "interpreted decode_scenes.racing", "copy_ on stream"),
+            *("transfers", "wait(left)", "interpreted decode_scenes.racing", "copy_ on stream"),
             marks=[pytest.mark.long, pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")],
             id="triton",
         ),

@@ -17,6 +17,16 @@ from afterglow.errors import ConfigError
 from afterglow.kernels.built import native
 from tests import doors
 
+KERNELS = pytest.mark.parametrize(
+    "kernels",
+    [
+        False,
+        pytest.param(
+            True, id="triton", marks=pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="no Triton")
+        ),
+    ],
+)
+
 
 def play(scene: str, device: str, folder: Path) -> tuple[Any, str]:
     """A scene's answer, and its log."""
@@ -26,6 +36,11 @@ def play(scene: str, device: str, folder: Path) -> tuple[Any, str]:
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-4000:]
     return json.loads(ran.stdout), ran.stderr
+
+
+def test_devices_that_are_mixed_are_refused(tmp_path: Path) -> None:
+    found, _ = play("mixed", "cuda", tmp_path)
+    assert found == ["add", "mm", "index", "index_put_", "cat", "where", "addmm_"]
 
 
 @pytest.mark.parametrize("scene", ["reuse", "importance"])
@@ -52,15 +67,7 @@ def test_answers_of_tritons_kernels_are_those_of_the_cpu(tmp_path: Path, monkeyp
     assert "is not used" not in log
 
 
-@pytest.mark.parametrize(
-    "kernels",
-    [
-        False,
-        pytest.param(
-            True, id="triton", marks=pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="no Triton")
-        ),
-    ],
-)
+@KERNELS
 def test_rounded_weights_are_multiplied_as_what_they_stand_for(
     kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,7 +84,7 @@ def test_rounded_weights_are_multiplied_as_what_they_stand_for(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed (the extra gpu)")
-def test_texts_are_embedded_on_the_models_device_whatever_the_threads_is(
+def test_triton_texts_are_embedded_on_the_models_device_whatever_the_threads_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs, _ = play("embedding", "cpu", tmp_path / "cpu")
@@ -89,17 +96,18 @@ def test_texts_are_embedded_on_the_models_device_whatever_the_threads_is(
     assert "is not used" not in log
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed (the extra gpu)")
-def test_rows_that_tritons_kernel_gathers_are_the_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@KERNELS
+def test_rows_in_8_bits_come_back_as_the_cpus(kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One launch for a request and layer, and one to try the kernel."""
     theirs, _ = play("stored", "cpu", tmp_path / "cpu")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    if kernels:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
     ours, log = play("stored", "cuda", tmp_path / "cuda")
     assert [each[:2] for each in ours[:-1]] == [each[:2] for each in theirs[:-1]]
     for a, b in zip(ours[:-1], theirs[:-1], strict=True):
         assert a[2] == pytest.approx(b[2], abs=1e-3)  # a sum in another order may round to the next of 127 steps
-    assert (theirs[-1], ours[-1]) == (0, 2 * 2 + 1)
-    assert "is not used" not in log
+    assert (theirs[-1], ours[-1]) == (0, 2 * 2 + 1 if kernels else 0)
+    assert not kernels or "is not used" not in log
 
 
 def test_rows_of_a_request_that_waits_come_before_its_turn(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ SUITES = (
     "tests/engine/test_truncation.py",
     "tests/engine/test_no_memory.py",
     "tests/engine/test_quantized.py",
+    "tests/engine/test_eight_bits.py",
     "tests/faults/test_engine_faults.py",
 )
 

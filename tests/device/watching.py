@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -84,7 +84,8 @@ class Watch:
         self._recorded: dict[int, set[int]] = {}  # by address: streams that its freeing waits for
         self._constants: set[int] = set()  # storages that nothing has written to since the model was loaded
         self._numbers, self._clock = count(1), count(1)
-        self._marks: dict[int, tuple[int, int]] = {}  # by event: stream, and when
+        self._after: dict[int, dict[int, int]] = defaultdict(dict)  # by stream: until when it comes after each stream
+        self._marks: dict[int, tuple[int, dict[int, int]]] = {}  # by event: stream, and what it comes after
         self._known: dict[int, int] = {}  # by stream: until when the host knows it to be done
 
     # ---- counts
@@ -140,11 +141,13 @@ class Watch:
         return next(self._numbers)
 
     def record(self, event: int, stream: int) -> None:
-        self._marks[event] = stream, next(self._clock)
+        self._after[stream][stream] = next(self._clock)
+        self._marks[event] = stream, dict(self._after[stream])
         if self._handler is not None:
             self._handler.record(event, stream)
 
     def wait(self, stream: int, event: int) -> None:
+        _later(self._after[stream], self._marks.get(event, (0, {}))[1])
         if self._handler is not None:
             self._handler.wait(stream, event)
 
@@ -152,8 +155,7 @@ class Watch:
         """The host waits for an event."""
         self.note("synchronisations")
         self._refuse_while_recording()
-        stream, at = self._marks.get(event, (0, 0))
-        self._known[stream] = max(self._known.get(stream, 0), at)
+        _later(self._known, self._marks.get(event, (0, {}))[1])
         if self._handler is not None:
             self._handler.wait_for_event(event)
 
@@ -161,7 +163,8 @@ class Watch:
         """The host waits for all that a stream was given."""
         self.note("synchronisations")
         self._refuse_while_recording()
-        self._known[stream] = next(self._clock)
+        self._after[stream][stream] = next(self._clock)
+        _later(self._known, dict(self._after[stream]))
         if self._handler is not None:
             self._handler.wait_for_stream(stream)
 
@@ -171,8 +174,8 @@ class Watch:
 
     def has_passed(self, event: int) -> bool:
         """Tell whether the host knows already that an event has passed. The device is as slow as it may be."""
-        stream, at = self._marks.get(event, (0, 0))
-        return self._known.get(stream, 0) >= at
+        stream, marks = self._marks.get(event, (0, {}))
+        return self._known.get(stream, 0) >= marks.get(stream, 0)
 
     # ---- memory
 
@@ -314,6 +317,12 @@ class Watch:
         if self._handler is not None and size:
             for piece in self._pieces_known(at, size):
                 self._handler.forget(piece)
+
+
+def _later(known: dict[int, int], other: dict[int, int]) -> None:
+    """Add times, by stream, to those that are known."""
+    for stream, at in other.items():
+        known[stream] = max(known.get(stream, 0), at)
 
 
 def _function() -> str:

@@ -45,6 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     doors.fill_new_contexts(monkeypatch, torch.nan)
+    doors.check_each_budget(monkeypatch)
     monkeypatch.setattr(options, "STEP", CHUNK)
 
 
@@ -140,7 +141,7 @@ def test_a_reply_outgrows_what_layers_hold(pair: Callable[..., tuple[Handle, Han
 
 def test_requests_that_push_each_other_out_go_on(pair: Callable[..., tuple[Handle, Handle]]) -> None:
     rng = random.Random(3)
-    handle, whole = pair("gemma3", device_cache=1024 * 768 * 2, max_batch=4)
+    handle, whole = pair("gemma3", device_cache=1024 * 640 * 2, max_batch=4)
     prompts = [words(rng, 600) for _ in range(4)]
     expected = [whole.ask(prompt, reuse=False, max_tokens=400) for prompt in prompts]
     for done, wanted in zip(together(handle, prompts, 400), expected, strict=True):
@@ -284,3 +285,25 @@ def test_rows_that_a_window_shows_would_not_fit() -> None:
     Device(capacity, Counters(), SchedulerOptions(sliding_window=7))
     with pytest.raises(ValueError, match="a window of 8 rows does not fit the 12"):
         Device(capacity, Counters(), SchedulerOptions(sliding_window=8))
+
+
+def test_a_slab_is_touched_before_it_is_needed() -> None:
+    """Where fewer than 16 pages are free."""
+
+    class Toucher:
+        def __init__(self) -> None:
+            self.sizes: list[int] = []
+
+        def start(self, memory: list[Any], done: object) -> None:
+            self.sizes += [each.nbytes for each in memory]
+
+    shape, toucher = KVShape(2, 2, 64, torch.float32, torch.device("cpu")), Toucher()
+    page = 2 * 2 * 2 * 64 * 64 * 4
+    pool = PagePool(shape, 2048 * page, toucher)  # type: ignore[arg-type]
+    pool.prepare(2)
+    context = DeviceContext(shape, pool)
+    context.make_room(240 * 64)
+    assert toucher.sizes == [256 * page]
+    context.make_room(241 * 64)
+    assert toucher.sizes == [256 * page] * 2
+    assert doors.free_bytes_of(pool) == 256 * page + 15 * page

@@ -174,7 +174,11 @@ def test_copies_are_waited_for_just_where_their_slots_are_given_away(monkeypatch
     assert marks.said == ["mark", "wait"]
     buffer.hold(AHEAD, None)
     buffer.hold(AHEAD._replace(layers=1), None)  # perhaps the job that was to take the rows had no memory
-    assert marks.said == ["mark", "wait", "mark", "wait", "mark"]
+    assert marks.said == ["mark", "wait", "mark", "mark"], (
+        "this step's moves have begun: the next one's are kept waiting"
+    )
+    buffer.keep(Step(6, ahead=AHEAD._replace(layers=1)))
+    assert marks.said == ["mark", "wait", "mark", "mark", "wait"]
 
 
 def test_a_lack_of_memory_leaves_fewer_layers(

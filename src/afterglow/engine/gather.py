@@ -20,6 +20,7 @@ from afterglow.engine.context import DeviceContext
 from afterglow.engine.read_buffer import DeviceReadBuffer
 from afterglow.engine.slot_pieces import slot_pieces
 from afterglow.engine.stats import GatherCounters
+from afterglow.engine.transfers import wait
 from afterglow.kernels.rope import LayerRopes, LayerRotations
 from afterglow.kernels.slot_gather import SlotGather
 from afterglow.plan.step import ExtentId, Gather, RowsAhead, Step
@@ -179,7 +180,7 @@ class Gatherer:
     def end(self) -> None:
         """End a step. Slots are not read any more but for rows that are read ahead, and no context is written."""
         if self._last is not None:
-            self._last.synchronize()
+            wait(self._last)
             self._last = None
         self._all, self._entries = (), []
         self._events.clear()

@@ -20,6 +20,7 @@ from torch import Tensor
 from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.slot_pieces import slot_pieces
 from afterglow.engine.stats import GatherCounters
+from afterglow.engine.transfers import wait
 from afterglow.kernels.context_pages import PAGE_ROWS, Pages, Slab
 from afterglow.kernels.no_memory import ran_out
 from afterglow.kernels.rope import LayerRopes
@@ -42,13 +43,14 @@ class DeviceReadBuffer:
         self._rows = self._memory[:0]  # [layers, 2, kv_heads, rows, head_dim]: of `_held`, in whole pages
         self._held: RowsAhead | None = None
         self._layers = 0  # of these, those that were copied
-        self._copied: Any = None  # event: the slots are not read any more
+        self._copied: Any = None  # event: the slots of what it holds are not read any more
+        self._left: Any = None  # the same of what it held before, until that is waited for
 
     def hold(self, ahead: RowsAhead, rope: LayerRopes | None) -> None:
         """Queue copies of what is to be read ahead, unless that is there already; nothing waits for them."""
         if ahead == self._held:
             return
-        self._let_go()  # mostly of what this step has copied from, whose slots are read no more by then
+        self._let_go()
         pages = self._pages(ahead)
         gather = SlotGather(list(slot_pieces(ahead.gathers, 0)), 0)
         self._held, self._layers = ahead, 0
@@ -74,17 +76,18 @@ class DeviceReadBuffer:
     def keep(self, step: Step) -> None:
         """Begin a step, whose moves may write to all slots that it neither names nor gathers from."""
         held = self._held
-        if held is None or held == step.ahead:
-            return
-        if any(held.ends_with(run.start - _rows(run.gathers), run.gathers) for run in step.runs if run.gathers):
-            return
-        self._let_go()
+        if held is not None and held != step.ahead:
+            gathering = (run for run in step.runs if run.gathers)
+            if not any(held.ends_with(run.start - _rows(run.gathers), run.gathers) for run in gathering):
+                self._let_go()
+        if self._left is not None:  # which the step before has mostly copied from
+            wait(self._left)
+            self._left = None
 
     def _let_go(self) -> None:
-        """Wait until the slots of what it holds are not read any more, and forget that."""
+        """Forget what it holds. Its slots are read until the next step begins."""
         if self._held is not None:
-            self._copied.synchronize()
-            self._held = None
+            self._left, self._held = self._copied, None
 
     def layers_of(self, first: int, gathers: tuple[Gather, ...]) -> int:
         """Return how many of the first layers it has of what is gathered from row `first` of a context on."""

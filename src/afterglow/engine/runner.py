@@ -139,6 +139,7 @@ class TorchRunner:
     def run(self, step: Step) -> RunOutput:
         """Carry out the step's runs."""
         if not step.runs:
+            self._tee.hand_over()
             return RunOutput(StepResult({}, {}))
         with self._prefault.computing, torch.inference_mode():
             return self._run(step)
@@ -162,6 +163,7 @@ class TorchRunner:
         if separate:
             go_on(passes, work, budget)
             self._end_passes(separate, out)
+        self._tee.end()
         return out
 
     # ---------------------------------------------------------------------------------------------- separate passes
@@ -201,6 +203,7 @@ class TorchRunner:
 
     def _end_passes(self, runs: Sequence[Run], out: RunOutput) -> None:
         """Add the outputs of separate passes to the step's."""
+        self._tee.join()
         waiting, exhausted = list(out.result.waiting), list(out.result.exhausted)
         for run in runs:
             separate = self._separate.get(run.job)
@@ -299,7 +302,6 @@ class TorchRunner:
             self.relayed.group(group.stop - group.start, len(group.entries))
         self.relayed.levels = max(self.relayed.levels, depth_of(groups))
         self._gatherer.read_ahead(step.ahead, self.decoder.rope)
-        self._gatherer.end()
         return self._after(runs, entries, normed, rows, selecting, meanwhile)
 
     def _computed(
@@ -347,7 +349,9 @@ class TorchRunner:
             for entry in (entries if selecting is not None else ())
             if (selection := self._selections.get(entry.job)) is not None and entry.job not in left
         }
+        self._tee.join()
         out = self._outputs.draw(runs, entries, hidden, rows, failed=failed, left=left, meanwhile=meanwhile)
+        self._gatherer.end()
         # From here on nothing needs memory of the device: a step that has drawn is never attempted again.
         self._separate.update(left)
         for entry in entries:
@@ -359,7 +363,6 @@ class TorchRunner:
                     self._tee.take_back(run.job, void)
         out.result = replace(out.result, waiting=list(left), late=[entry.job for entry in entries if entry.late])
         out.selected.update(selected)
-        self._tee.end()
         return out
 
     def _selective_decoding(self, entries: Sequence[BatchEntry], budget: WaitBudget) -> SelectiveDecoding | None:

@@ -143,7 +143,9 @@ def held_rows(spec: ModelSpec, config: EngineConfig, prefill_chunk: int) -> Held
     would keep."""
     if spec.window is None:
         return Held(spec.layers)
-    most = Held.most_of(spec.window, prefill_chunk)
+    most = (
+        -(-Held.most_of(spec.window, prefill_chunk) // BLOCK_ROWS) * BLOCK_ROWS
+    )  # whole pages are taken, and so counted
     windowed = len(windowed_layers(spec)) if spec.context(config.max_model_len) > most else 0
     return Held(spec.layers, windowed, most if windowed else 0)
 

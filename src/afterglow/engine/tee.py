@@ -22,6 +22,7 @@ from torch import Tensor
 
 from afterglow.engine.context import DeviceContext
 from afterglow.engine.kv_shape import KVShape
+from afterglow.engine.transfers import wait
 from afterglow.kernels.no_memory import ran_out
 from afterglow.kernels.rope import LayerRotations, inverse, rotate
 from afterglow.kernels.stored_rows import narrowed, stored_width
@@ -61,13 +62,25 @@ class _Exit:
             event = self._device.Event()
             event.record(self._stream)
         self._leaving.append((event, lambda: hand_over(*map(_bytes, staged))))
-        self.hand_over(wait=False)
+        self.hand_over()
 
-    def hand_over(self, wait: bool) -> None:
-        """Hand over the rows that have left the device, in order. `wait`: wait for all rows."""
-        if wait and self._leaving:
-            self._leaving[-1][0].synchronize()  # and so for all before it
-        while self._leaving and (wait or self._leaving[0][0].query()):
+    @property
+    def last(self) -> Any:
+        """Return the event of the rows that leave last; None if none leave."""
+        return self._leaving[-1][0] if self._leaving else None
+
+    def join(self) -> Any:
+        """Have the computing queue come after all rows that leave. Returns the event of the last ones."""
+        last = self.last
+        if last is not None:
+            self._device.current_stream(self._where).wait_event(last)
+        return last
+
+    def hand_over(self, wait_for: Any = None) -> None:
+        """Hand over the rows that have left the device, in order. `wait_for`: an event of rows that are waited for."""
+        if wait_for is not None:
+            wait(wait_for)
+        while self._leaving and self._leaving[0][0].query():
             self._leaving.popleft()[1]()
 
 
@@ -119,6 +132,7 @@ class Tee:
         self._tail_index: Sequence[Tensor] = ()  # the same, where the rows are
         self._in_order = True  # decoded rows are the first of the batch, one after another
         self._decoded: list[tuple[Tensor, Tensor]] = [(self._tail[:0], self._tail[:0])] * shape.layers  # of this step
+        self._joined: Any = None  # event: of the rows that the computing queue comes after
 
     def begin(self, prefills: list[tuple[slice, Save]], decodes: list[tuple[int, int, Save]]) -> None:
         """Begin a step. `prefills`: (rows of the flattened batch, save). `decodes`: (job, first row of the flattened batch, save):
@@ -229,18 +243,26 @@ class Tee:
         if lane is not None:
             lane.count -= rows
 
+    def join(self) -> None:
+        """Before tokens are drawn: have them come after the rows that leave, so that one wait of the host is for both."""
+        self._joined = self._exit.join()
+
     def end(self) -> None:
-        """End a step: full lanes leave, and all rows that have left are handed to the store."""
+        """End a step: the rows that left before its tokens are handed to the store, and full lanes leave."""
         self._prefills = []
+        self._exit.hand_over(self._joined)
+        self._joined = None
         self._flush_full()
-        self._exit.hand_over(wait=True)
+
+    def hand_over(self) -> None:
+        """Hand over all rows that leave, where no step follows."""
+        self._exit.hand_over(self._exit.last)
 
     def release(self, job: int) -> None:
         """Note that a job has left the device: the rows in its lane leave now."""
         lane = self._lanes.pop(job, None)
         if lane is not None:
             self._flush(lane)
-            self._exit.hand_over(wait=True)
             self._free.append(lane.index)
 
     def context(self, context: DeviceContext, save: Save, rotation: Callable[[Tensor], LayerRotations | None]) -> None:
@@ -256,10 +278,8 @@ class Tee:
                 if not ran_out(error):
                     raise
                 log.warning("%d rows over a selection are not kept: %s", save.rows, error)
-                self._exit.hand_over(wait=True)
                 self._store.lose(save.draft, save.draft_row, save.rows, layers - layer)
                 return
-        self._exit.hand_over(wait=True)
 
     def _flush_full(self) -> None:
         for lane in self._lanes.values():

@@ -1,4 +1,4 @@
-"""Move small lists between the host and the device: in with one copy that nothing waits for, out in the one place that waits.
+"""Move small lists between the host and the device, and wait for the device, all in one place.
 
 A copy of its own for each list costs a launch, and `torch.tensor(list, device=...)` waits for all work queued before it.
 """
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+LEAST = 4096  # bytes of locked memory for what leaves the device, so that all small lists use the same memory again
 
 
 class _Buffer:
@@ -36,8 +38,8 @@ class StepInputs:
         total = sum(map(len, numbers))
         self._buffers.rotate()
         own = self._buffers[0]
-        if own.sent is not None and not own.sent.query():  # after steps that draw no token
-            own.sent.synchronize()
+        if own.sent is not None:
+            wait(own.sent)
         if total > len(own.numbers):
             own.numbers = torch.empty(max(1024, 2 * total), dtype=torch.int64, pin_memory=True)
         buffer = own.numbers[:total]
@@ -48,24 +50,28 @@ class StepInputs:
         return torch.split(there, [len(each) for each in numbers])
 
 
+def wait(event: Any) -> None:
+    """Wait until the device has passed an event: the one place where a step waits for it. Most have passed: tokens are waited for first."""
+    if not event.query():
+        event.synchronize()
+
+
 def fetched(*tensors: Tensor, meanwhile: Callable[[], None] | None = None) -> list[Any]:
     """Wait for the device, and return tensors as nested lists. They leave it in one copy. `meanwhile`: launches work that is not waited
     for."""
     where = tensors[0].device
-    if where.type == "cpu" or (meanwhile is None and len(tensors) == 1):
+    if where.type == "cpu":
         return [each.tolist() for each in tensors]
     parts = [each.contiguous().view(torch.uint8).flatten() for each in tensors]
     together = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if meanwhile is None:
-        found = together.cpu()
-    else:
-        found = torch.empty(together.shape, dtype=together.dtype, pin_memory=True)
-        found.copy_(together, non_blocking=True)
-        device = torch.get_device_module(where)
-        left = device.Event()
-        left.record(device.current_stream(where))
+    found = torch.empty(max(LEAST, len(together)), dtype=together.dtype, pin_memory=True)[: len(together)]
+    found.copy_(together, non_blocking=True)
+    device = torch.get_device_module(where)
+    left = device.Event()
+    left.record(device.current_stream(where))
+    if meanwhile is not None:
         meanwhile()
-        left.synchronize()
+    wait(left)
     return [
         part.clone().view(each.dtype).view(each.shape).tolist()
         for part, each in zip(torch.split(found, [len(part) for part in parts]), tensors, strict=True)

@@ -8,7 +8,6 @@ of shared memory.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import subprocess
 import sys
@@ -193,7 +192,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
     asked = parser.parse_args(argv)
-    os.environ.pop("TRITON_INTERPRET", None)  # which compiles nothing
     print("| shape | kernel | sm_80 (float8: sm_89) | sm_90 | widest load there |")
     print("|---|---|---|---|---|")
     wrong = False

@@ -65,6 +65,15 @@ EQUAL: dict[str, str] = {  # sites whose removal changes nothing, and why
 }
 
 
+SHORT = {  # ways to notice, by how their descriptions begin
+    "Race": "a race",
+    "Mismatch": "refused",
+    "Indices": "indices copied where they are used",
+    "kernels": "other launches",
+    "AssertionError: ": "rows that are not handed over",
+}
+
+
 class Site(NamedTuple):
     """One wait or move. `text`: its source; `left`: what takes its place."""
 
@@ -258,12 +267,14 @@ def main(*wanted: str) -> int:
             for site in sites()
             if (not wanted or any(part in site.name for part in wanted)) and site.name not in EQUAL
         ]
-        print("| removed | noticed by | as |\n|---|---|---|", flush=True)
+        print("| file | removed | scene | noticed as |\n|---|---|---|---|", flush=True)
         for site in chosen:
             found = scenes.noticed(site)
             missed += found is None
             scene, how = found or ("nothing", "")
-            print(f"| {site.path}:{site.line} `{site.text}` | {scene} | {how} |", flush=True)
+            short = next((text for part, text in SHORT.items() if how.startswith(part)), how)
+            print(f"| {site.path} | `{site.text}` | `{scene}` | {short} |", flush=True)
+            print(f"{site.path}:{site.line}: {how}", file=sys.stderr, flush=True)
     return missed
 
 

@@ -152,15 +152,19 @@ def embedding(device: str, folder: Path) -> list[Any]:
 
 
 def importance(device: str, folder: Path) -> list[Any]:
-    """A part of a prefix that lies on disk, whose reads are measured and guessed ahead."""
-    engine = load(device, folder, importance=0.5, importance_exact="never")
-    prefix = draw(2, 260)
-    found = ask(engine, [prefix])
-    for i in range(3):
-        engine.settle()
-        engine.demote("disk")
-        found += ask(engine, [[*prefix, *draw(10 + i, 20)]])
-    engine.close()
+    """A part of a prefix that lies on disk, whose reads are measured and guessed ahead; the same with heads that are no probes, whose keys
+    are read where probes disagree."""
+    model = folder.parent / f"{folder.name}-model"
+    save_hf(replace(PRESETS["tiny"], kv_heads=4), model)
+    found, prefix = [], draw(2, 260)
+    for name, which in (("probes", "tiny"), ("others", model)):
+        engine = load(device, folder / name, which, importance=0.5, importance_exact="never")
+        found += ask(engine, [prefix])
+        for i in range(3):
+            engine.settle()
+            engine.demote("disk")
+            found += ask(engine, [[*prefix, *draw(10 + i, 20)]])
+        engine.close()
     return found
 
 
@@ -274,8 +278,11 @@ def waits(device: str, folder: Path) -> Any:
     engine = load(device, folder, relay="on", prefill_chunk=48, speculate="off")
     prefix = draw(1, 70)
     found: dict[str, Any] = {"waits": set(), "most": []}
+    for i in range(2):  # kernels are tried at their first use
+        ask(engine, [[*prefix, *draw(i, 9)]], tokens=2)
+        engine.settle()
+        engine.demote("host")
     for logprobs in (None, 2):
-        ask(engine, [prefix], tokens=2)
         watch.steps.clear()
         for seed in (None, 3):
             drawn = SamplingParams(

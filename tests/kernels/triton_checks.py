@@ -303,7 +303,7 @@ def gather() -> None:
             found = all_rows(pages, 256)
             # A product and a sum in float32, rounded to the dtype once, which the interpreter cuts off; numbers up to about 16.
             close(f"gather of {KEPT[stored]}", dtype, found, wanted[:, :, :, 64:], 16 * torch.finfo(dtype).eps)
-            if rotation is None:
+            if rotation is None and stored == dtype:
                 assert torch.equal(found, wanted[:, :, :, 64:]), "copied rows have other bits"
     triton_gather.gather(arena[1], pages.data, 1, table[:0], rotation, 0, 69)
     assert torch.equal(all_rows(pages, 256), found)

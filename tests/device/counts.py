@@ -60,9 +60,8 @@ def _typical(kind: str, batch: int, steps: list[Any]) -> list[Any]:
     decodes = [step for step in whole if step.rows == batch]
     leave = max(decodes, key=lambda step: step.counts["copies to host"])
     asked = [tuple(step.counts[key] for key in COLUMNS) for step in decodes]
-    plain = decodes[
-        asked.index(Counter(asked).most_common(1)[0][0])
-    ]  # the first ones are no graphs yet, the last launches none
+    # The first ones are no graphs yet, and the last one launches nothing.
+    plain = decodes[asked.index(Counter(asked).most_common(1)[0][0])]
     first = next((step for step in whole if step.rows > batch), None)
     named = [("decode", plain), ("decode, blocks leave", leave), (kind, first)]
     return [(name, step.counts) for name, step in named if step is not None]

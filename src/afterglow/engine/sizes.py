@@ -143,9 +143,8 @@ def held_rows(spec: ModelSpec, config: EngineConfig, prefill_chunk: int) -> Held
     would keep."""
     if spec.window is None:
         return Held(spec.layers)
-    most = (
-        -(-Held.most_of(spec.window, prefill_chunk) // BLOCK_ROWS) * BLOCK_ROWS
-    )  # whole pages are taken, and so counted
+    # Whole pages are taken, and so they are counted.
+    most = -(-Held.most_of(spec.window, prefill_chunk) // BLOCK_ROWS) * BLOCK_ROWS
     windowed = len(windowed_layers(spec)) if spec.context(config.max_model_len) > most else 0
     return Held(spec.layers, windowed, most if windowed else 0)
 

@@ -224,6 +224,17 @@ def test_a_repeated_step_lets_tokens_select_anew_as_often(start: Start, model_of
     assert found.selected.renewals == wanted.selected.renewals > 5
 
 
+def are_reused_from_disk(handle: Handle, prompts: list[list[int]], replies: list[Completion]) -> None:
+    """The next turn of each has most rows from disk, and the reply that it has without reuse."""
+    handle.engine.settle()
+    handle.engine.demote("disk")
+    for prompt, reply in zip(prompts, replies, strict=True):
+        turn = [*prompt, *reply.tokens, *draw("next", 9)]
+        again = handle.ask(turn)
+        assert again.cached.disk >= 64
+        same(again, handle.ask(turn, reuse=False))
+
+
 @pytest.mark.parametrize("speculate", ["on", "off"])
 def test_a_step_without_memory_for_what_follows_its_draws_draws_the_same_again(
     start: Start, model_of: Models, tmp_path: Path, speculate: str
@@ -253,13 +264,7 @@ def test_a_step_without_memory_for_what_follows_its_draws_draws_the_same_again(
     assert len(failed) >= 3
     for ours, theirs in zip(found, wanted, strict=True):
         same(ours, theirs)
-    handle.engine.settle()
-    handle.engine.demote("disk")
-    for prompt, reply in zip(prompts, found, strict=True):
-        turn = [*prompt, *reply.tokens, *draw("next", 9)]
-        again = handle.ask(turn)
-        assert again.cached.disk >= 64
-        same(again, handle.ask(turn, reuse=False))
+    are_reused_from_disk(handle, prompts, found)
 
 
 def test_rows_leave_where_the_device_has_no_memory_to_copy_them(
@@ -277,13 +282,7 @@ def test_rows_leave_where_the_device_has_no_memory_to_copy_them(
     with mock.patch.object(doors.rows_exit(), "take", taken):
         found = at_once(handle.engine, prompts, 50)
     assert caplog.text.count("rows leave the device one layer after the other") >= 9
-    handle.engine.settle()
-    handle.engine.demote("disk")
-    for prompt, reply in zip(prompts, found, strict=True):
-        turn = [*prompt, *reply.tokens, *draw("next", 9)]
-        again = handle.ask(turn)
-        assert again.cached.disk >= 64
-        same(again, handle.ask(turn, reuse=False))
+    are_reused_from_disk(handle, prompts, found)
 
 
 def test_memory_that_runs_out_has_other_names(start: Start, model_of: Models, tmp_path: Path) -> None:

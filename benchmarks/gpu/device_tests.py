@@ -21,14 +21,15 @@ LEFT_OUT = (
 FEW = "test_room_that_cannot_be_had"  # of one suite, to see that the way there works
 
 
-def suite(setting: Setting, ceilings: Ceilings, path: str) -> Found:
-    """Run a suite with the device as the default, and compare replies with those of the CPU.
+def suite(setting: Setting, ceilings: Ceilings, path: str, tests: str = "") -> Found:
+    """Run a suite with the device as the default, or those of its `tests` that pytest finds by that expression, and compare replies
+    with those of the CPU.
 
     Raises: RuntimeError, where a test fails on the device.
     """
     if setting.tiny and "no_memory" not in path:
         return Found([], [], f"{path}: left out of a tiny run")
-    only = setting.of(f"not ({LEFT_OUT})", FEW)
+    only = setting.of(f"not ({LEFT_OUT})" + (f" and ({tests})" if tests else ""), FEW)
     with tempfile.TemporaryDirectory(prefix="afterglow-bench-") as folder, ThreadPoolExecutor(1) as beside:
         on_cpu = beside.submit(answers, path, only, Path(folder) / "cpu.json")
         ours = answers(path, only, Path(folder) / "device.json", setting.tests_on)

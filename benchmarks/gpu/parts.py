@@ -14,7 +14,6 @@ class Part(NamedTuple):
 
 
 SUITES = (
-    "engine/test_exact_reuse",
     "engine/test_relay",
     "engine/test_selecting",
     "engine/test_selecting_beside",
@@ -24,9 +23,13 @@ SUITES = (
     "engine/test_eight_bits",
     "faults/test_engine_faults",
 )
+EXACT = "tests/engine/test_exact_reuse.py"
+MEMORY = "device or host"  # tiers; all tests of that suite together would take too long for one part
 SYSTEMS = (64, 512, 2048)
 
 PARTS: dict[str, Part] = {
+    "tests-exact_reuse-memory": Part("device_tests", "suite", (EXACT, MEMORY)),
+    "tests-exact_reuse-disk": Part("device_tests", "suite", (EXACT, f"not ({MEMORY})")),
     **{f"tests-{name.split('test_')[1]}": Part("device_tests", "suite", (f"tests/{name}.py",)) for name in SUITES},
     "decode": Part("decode", "decode"),
     "prefill": Part("decode", "prefill"),

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +28,25 @@ KINDS = {
 
 
 def measure(device: str, folder: Path, batches: Sequence[int] = BATCHES) -> dict[str, Any]:
-    """Count the steps of batches, after one that warms up. To be called where the pretend device is installed."""
+    """Count the steps of batches, after the same that warm up. To be called where the pretend device is installed."""
     from tests.device import scenes
     from tests.device.watching import watch
 
     engine = scenes.load(device, folder, relay="off", max_batch=24, prefill_chunk=4096, speculate="off")
     found: dict[str, dict[str, int]] = {}
     waits, most = set[str](), 0
-    for number, batch in enumerate((batches[-1], *batches)):
+    first = count(3)  # no prompt begins as another one, so that none reuses what was not meant
+    for number, batch in enumerate((*batches, *batches)):
         for kind in ("prefill", "reuse"):
             rows = 104 if kind == "reuse" else 40
-            prompts = [scenes.draw(10_000 * number + 100 * i + rows, rows) for i in range(batch)]
+            prompts = [[next(first), *scenes.draw(100 * number + i, rows - 1)] for i in range(batch)]
             if kind == "reuse":  # the first 64 rows are in host memory
                 scenes.ask(engine, [prompt[:64] for prompt in prompts], tokens=1)
                 engine.settle()
                 engine.demote("host")
             watch.steps.clear()
             scenes.ask(engine, prompts, tokens=18, logprobs=None)
-            if not number:
+            if number < len(batches):
                 continue
             for name, counts in _typical(kind, batch, watch.steps):
                 found.setdefault(f"{name} {batch}", {key: counts[key] for key in COLUMNS})

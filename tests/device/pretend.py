@@ -289,6 +289,8 @@ def _moved(target: torch.Tensor, source: torch.Tensor, later: bool) -> None:
         [_inner(source)] if of or pinned else [],
         [_inner(target)] if to or pinned else [],
     )  # fmt: skip
+    if host and later and pinned:
+        watch.copies_pinned(host[0])
     if not host or (later and pinned):
         return
     if later and to and watch.recorded is None:  # CUDA copies the bytes away before it returns

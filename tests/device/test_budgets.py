@@ -6,8 +6,10 @@ import importlib.util
 from typing import Any
 
 import pytest
+import torch
 
 from tests.device.counts import BATCHES, counted
+from tests.device.watching import Watch
 
 LAYERS = 2
 LAUNCHES = 5  # of each request in each layer: two rows stored, one attention, its result put in its place
@@ -47,3 +49,19 @@ def test_a_step_asks_no_more_than_this(scene: str, batches: tuple[int, ...]) -> 
     fewest, most = batches[0], batches[-1]
     more = rows[f"decode {most}"]["launches"] - rows[f"decode {fewest}"]["launches"]
     assert more <= LAUNCHES * LAYERS * (most - fewest)
+
+
+def test_pinned_memory_is_used_again_when_its_copies_are_known_to_be_done() -> None:
+    watch = Watch()
+
+    def allocate(copied: bool = True) -> int:
+        memory = torch.empty(256)
+        watch.locked(memory)
+        if copied:
+            watch.copies_pinned(memory)
+        return watch.counts["pinned allocations"]
+
+    assert [allocate(), allocate()] == [1, 2]
+    watch.wait_for_stream(watch.stream)
+    assert [allocate(), allocate(copied=False), allocate()] == [2, 2, 2]
+    assert allocate() == 3

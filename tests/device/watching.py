@@ -73,7 +73,9 @@ class Watch:
         self.steps: list[StepCounts] = []
         self.runtime = Runtime()
         self.pinned: dict[int, int] = {}  # by torch: addresses and sizes
-        self._spare: Counter[int] = Counter()  # pinned memory that torch keeps, by size
+        # Of pinned memory, by address, and of that which torch keeps, by size: when each stream copied it last.
+        self._copied: dict[int, dict[int, int]] = defaultdict(dict)
+        self._spare: dict[int, list[dict[int, int]]] = defaultdict(list)
         self.racing = False  # set before a model is loaded, to look for races later
         self.races: list[str] = []
         self.recorded: Any = None  # the graph that launches go to
@@ -275,16 +277,25 @@ class Watch:
         self._recorded.setdefault(tensor.untyped_storage().data_ptr(), set()).add(stream)
 
     def locked(self, tensor: torch.Tensor) -> None:
-        """Note that torch has allocated pinned memory. Its own freeing waits for copies."""
+        """Note that torch has allocated pinned memory. It keeps what was freed, by powers of two, and uses it again once the host knows
+        that its copies are done."""
         at, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
         rounded = 1 << (size - 1).bit_length() if size else 0
-        if self._spare[rounded]:  # torch keeps what was freed, by powers of two
-            self._spare[rounded] -= 1
-        else:
+        spare = self._spare[rounded]
+        done = (each for each in spare if all(self._known.get(stream, 0) >= end for stream, end in each.items()))
+        found = next(done, None)
+        if found is None:
             self.note("pinned allocations")
+        else:
+            spare.remove(found)
         self.pinned[at] = size
         self._forget(at, size)
         weakref.finalize(tensor, self._unpinned, at, rounded).atexit = False
+
+    def copies_pinned(self, tensor: torch.Tensor) -> None:
+        """Note that this thread's stream copies pinned memory, and the host goes on."""
+        self._after[self.stream][self.stream] = next(self._clock)
+        self._copied[tensor.untyped_storage().data_ptr()][self.stream] = self._after[self.stream][self.stream]
 
     def forget_spare(self) -> None:
         """Give back the pinned memory that torch keeps."""
@@ -292,7 +303,7 @@ class Watch:
 
     def _unpinned(self, at: int, rounded: int) -> None:
         self._forget(at, self.pinned.pop(at, 0))  # what comes to lie there is other memory: torch keeps this
-        self._spare[rounded] += 1
+        self._spare[rounded].append(self._copied.pop(at, {}))
 
     def _let_go(self, at: int) -> None:
         """The memory's stream may use it again at once: as if it wrote to it now."""

@@ -27,6 +27,7 @@ SHAPES = {
     "SmolLM2-135M": (9, 3, 64, 576),
     "Phi-2": (32, 32, 80, 2560),
     "Gemma-2-9B": (16, 8, 256, 3584),
+    "small heads": (4, 2, 8, 512),
 }
 EXPERTS = ("8 bits", "float8", "Q4_K", "Q6_K", "MXFP4")  # kinds of their weights
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -48,6 +49,7 @@ def answers(path: str, only: str, into: Path, *options: str) -> dict[str, Any]:
             *options, "-m", "not long", "-k", only, path,
         ],
         capture_output=True, text=True, cwd=ROOT,
+        env=os.environ if options else {**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # the CPU's tokens: engines would take the device
     )  # fmt: skip
     print(ran.stdout[-6000:], flush=True)
     if ran.returncode != 0:

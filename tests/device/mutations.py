@@ -59,6 +59,7 @@ FIRST = {
 
 EQUAL: dict[str, str] = {  # sites whose removal changes nothing, and why
     "engine/cached_attention.py torch.cuda.synchronize(device)": "a stopwatch",
+    "engine/engine.py torch.cuda.synchronize(self.decoder.device)": "an engine ends; what is unlocked then is not looked for",
     "engine/hardware.py torch.cuda.synchronize(device)": "a stopwatch",
     "engine/tee.py self._device.current_stream(self._where).wait_event(last)": "the host waits once more (test_budgets)",
     "kernels/device_products.py weight[at : at + ROUND_ROWS].cpu()": "a GPU may round otherwise; the pretend device does not",

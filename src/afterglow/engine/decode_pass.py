@@ -23,6 +23,7 @@ from afterglow.engine.gather import BatchEntry, Gatherer
 from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.tee import Tee
 from afterglow.engine.transfers import StepInputs
+from afterglow.engine.undisturbed import undisturbed
 from afterglow.kernels.device_reads import DeviceReads
 from afterglow.kernels.device_rows import DeviceRows
 from afterglow.kernels.no_memory import ran_out
@@ -36,7 +37,6 @@ log = logging.getLogger("afterglow.engine")
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128)  # rows of a pass; above, multiples of 64
 MOST_PASSES = 32  # sizes that are kept, those used last
-RECORDED_AT = 2  # the first pass of a size builds what kernels it needs, the second one is recorded
 AGAIN = 1024  # passes, after which one is recorded again where there was no memory for it
 
 Kind = tuple[bool, int]  # of layers that read the same rows: whether they hold the last ones alone, and their window
@@ -70,6 +70,7 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.get_device_module(device)
+        self._index = device.index or 0
         self._stream = self._device.Stream(device)
         self._memory = torch.cuda.graph_pool_handle()
 
@@ -80,7 +81,8 @@ class Recorder:
         """
         graph = torch.cuda.CUDAGraph()
         try:
-            with self._device.stream(self._stream):
+            # No garbage is collected meanwhile: memory that it unlocks would spoil the graph.
+            with undisturbed(), self._device.stream(self._stream):
                 graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
                 try:
                     found = compute()
@@ -89,9 +91,19 @@ class Recorder:
                         graph.capture_end()
                     raise
                 graph.capture_end()
-        except RuntimeError as error:
-            raise NotRecorded(error) from error
+        except BaseException as error:
+            self._leave_memory()
+            if isinstance(error, RuntimeError):
+                raise NotRecorded(error) from error
+            raise
         return graph, found
+
+    def _leave_memory(self) -> None:
+        """Leave the memory of a graph that was not recorded. torch would take it as being recorded to for ever, and keep all that is
+        freed, if the end of the recording failed; and it records to no memory whose only graph has failed."""
+        with contextlib.suppress(RuntimeError):  # the recording has been ended
+            torch._C._cuda_endAllocateToPool(self._index, self._memory)
+        self._memory = torch.cuda.graph_pool_handle()
 
 
 class StaticAttend:
@@ -151,7 +163,9 @@ class DecodePass:
             kind: PartTables(base, sizes, numbers)
             for kind, sizes, numbers in zip(kinds, size.tables, rest, strict=True)
         }
-        self._times = 0
+        self._computed_once = (
+            False  # which builds the kernels that it needs: nothing can be built while a graph is recorded
+        )
         self._graph: torch.cuda.CUDAGraph | None = None
         self._hidden = torch.empty(0)
 
@@ -160,11 +174,12 @@ class DecodePass:
 
         Raises: NotStatic; NotRecorded.
         """
-        self._times += 1
-        if self._graph is None and record and self._times >= RECORDED_AT:
+        if self._graph is None and record and self._computed_once:
             self._graph, self._hidden = self._recorder.record(self._computed)
         if self._graph is None:
-            return self._computed()
+            hidden = self._computed()
+            self._computed_once = True
+            return hidden
         self._graph.replay()
         return self._hidden
 
@@ -286,6 +301,7 @@ class DecodePasses:
             chosen.numbers[: len(tokens)].copy_(tokens)
         self.counts["launched"] += 1
         record = self.counts["launched"] >= self._record_from
+        short = False
         try:
             return chosen.run(record)[: len(entries)]
         except NotStatic:
@@ -293,9 +309,10 @@ class DecodePasses:
         except NotRecorded as error:
             log.warning("steps that decode are not recorded as CUDA graphs: %s", error)
             self._record_from = math.inf
-            if error.short:  # a pass as it is needs less, and there may be more later
-                self._record_from = self.counts["launched"] + AGAIN
-                torch.cuda.empty_cache()
+            short = error.short
+        if short:  # a pass as it is needs less, and there may be more later
+            self._record_from = self.counts["launched"] + AGAIN
+            torch.cuda.empty_cache()  # what the error held is free by now
         return None
 
     def _numbers(

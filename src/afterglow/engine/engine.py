@@ -5,6 +5,7 @@ An engine joins the plan, the store and the model. It knows token ids only: text
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -12,6 +13,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeVar
+
+import torch
 
 from afterglow.choices import KVSource, Preload, ReadBuffer
 from afterglow.config import EngineConfig, check_read_buffer
@@ -126,6 +129,11 @@ class Engine:
         self._closed = True
         _open.discard(self)
         self.loop.stop(flush)
+        if (
+            self.decoder.device.type == "cuda"
+        ):  # rows that were read ahead: host memory is unlocked when nothing refers to it
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.synchronize(self.decoder.device)
         self.parts.store.close(CLOSE_SECONDS if self.loop.disk_answers else 1.0)
         self._free_host_cache()
         self.conversations.close()

@@ -107,6 +107,11 @@ def _attend_parts(
     tl.store(lses + place, lse, mask=valid)
 
 
+def lanes(head_dim: int) -> int:
+    """Return how many of a head's dimensions a product takes: a power of two, and 16 at the least, which Triton's products ask for."""
+    return max(16, int(triton.next_power_of_2(head_dim)))
+
+
 def exact(dtype: torch.dtype) -> Any:
     """Return the type that products are made in: the tensors', but the interpreter knows none of bfloat16."""
     interpreted = not isinstance(_attend_parts, triton.JITFunction)  # the interpreter has a class of its own
@@ -138,7 +143,7 @@ def attend_parts(tables: PartTables, layer: int, q: Tensor, scale: float, cap: f
         *(q.stride(0), q.stride(1), heads),
         group=heads // kv_heads,
         head_dim=head_dim,
-        lanes=triton.next_power_of_2(head_dim),
+        lanes=lanes(head_dim),
         tile=tables.tile,
         capped=bool(cap),
         fields=FIELDS,

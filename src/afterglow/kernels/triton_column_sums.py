@@ -12,7 +12,7 @@ from torch import Tensor
 from afterglow.kernels.attention import attend
 from afterglow.kernels.column_sums import by_torch
 from afterglow.kernels.gate import agree
-from afterglow.kernels.triton_attention import exact
+from afterglow.kernels.triton_attention import exact, lanes
 
 ROWS, QUERIES = 64, 32  # of a tile
 
@@ -71,7 +71,7 @@ def column_sums(q: Tensor, keys: Tensor, lse: Tensor, scale: float) -> Tensor:
         *(q, keys, lse, sums, n, rows, scale, *q.stride()[:2], *keys.stride()[:2], *lse.stride()),
         group=heads // kv_heads,
         head_dim=head_dim,
-        lanes=triton.next_power_of_2(head_dim),
+        lanes=lanes(head_dim),
         tile=ROWS,
         many=16 if q.dtype == torch.float32 else QUERIES,
         kind=exact(q.dtype),

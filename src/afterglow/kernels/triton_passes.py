@@ -72,8 +72,9 @@ def trial(device: torch.device, dtype: torch.dtype, size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 4 * size, generator=generator).to(device=device, dtype=dtype)
     weight = torch.rand(size, generator=generator).to(device=device, dtype=dtype)
-    # Either may round the other way, by one unit in the last place; twice, where a rounded number is rounded again.
-    rounding = 2 * torch.finfo(dtype).eps
+    # Either may round the other way, by one unit in the last place; twice, where a rounded number is rounded again. A device's square
+    # roots and divisions of float32 are off by up to two more.
+    rounding = (4 if dtype == torch.float32 else 2) * torch.finfo(dtype).eps
     total, out = add_rms_norm(x[:, :size], x[:, size : 2 * size], weight, 1e-5)
     expected = x[:, :size] + x[:, size : 2 * size]
     agree("an addition", total, expected, rounding)

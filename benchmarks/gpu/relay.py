@@ -16,7 +16,7 @@ from afterglow.bench.timed_requests import asked, words
 from afterglow.choices import RelayMode
 from afterglow.sim.operators.relay import printed_speedup
 from benchmarks.gpu.models import engine_on_device, shape_of
-from benchmarks.gpu.setting import DEVICE, DTYPE, Ceilings, Found, Setting, seconds, table
+from benchmarks.gpu.setting import DEVICE, DTYPE, Ceilings, Found, Setting, recorded, seconds, table
 from benchmarks.papers.relay.lengths import fixed, sharegpt
 from benchmarks.papers.relay.modelled import FIGURE_1, FIGURE_5, FIGURE_6, FIGURE_8
 from benchmarks.papers.relay.operator import Batch
@@ -34,7 +34,7 @@ APART = 0.02  # bfloat16 rounds numbers of about 1 to 2^-8, and each way rounds 
 
 def operator(setting: Setting, ceilings: Ceilings) -> Found:
     """Time one layer's attention of 32 requests, LLaMA-30B's heads: with copies of the prefix, with one copy that each reads, and
-    read once."""
+    read once; in CUDA graphs, and relay also launched by itself."""
     shape = shape_of("LLaMA-30B", setting)
     prefixes = setting.of(tuple(FIGURE_1), (64, 128))
     options = SimpleNamespace(
@@ -59,8 +59,10 @@ def operator_row(options: Any, prefix: int, setting: Setting, ceilings: Ceilings
         for way in ways[1:]:
             torch.testing.assert_close(batch(way), batch("plain"), atol=APART, rtol=APART)
         repeats, times = setting.of((15, 10), (1, 1))
-        found = interleaved({way: partial(seconds, partial(batch, way), times) for way in ways}, repeats)
-    taken = {way: statistics.median(samples) for way, samples in found.items()}
+        graphs = {way: recorded(partial(batch, way), times) for way in ways}
+        found = interleaved({way: partial(seconds, graphs[way]) for way in ways}, repeats)
+        launched = interleaved({"launched": partial(seconds, partial(batch, "relay"), times)}, repeats)["launched"]
+    taken = {way: statistics.median(samples) / times for way, samples in found.items()}
     row_bytes = 2 * options.kv_heads * options.head_dim * DTYPE.itemsize
     theory = printed_speedup(REQUESTS, CONTEXT, prefix)
     gain = taken["plain"] / taken["relay"]
@@ -68,6 +70,7 @@ def operator_row(options: Any, prefix: int, setting: Setting, ceilings: Ceilings
     return {
         "prefix": prefix,
         **{f"{way}_us": taken[way] * 1e6 for way in ways},
+        "relay_launched_us": statistics.median(launched) * 1e6,
         "plain_bound_us": REQUESTS * (prefix + CONTEXT) * row_bytes / ceilings.memory * 1e6,
         "relay_bound_us": (prefix + REQUESTS * CONTEXT) * row_bytes / ceilings.memory * 1e6,
         "gain": gain,

@@ -53,6 +53,18 @@ def seconds(call: Callable[[], object], times: int = 1) -> float:
     return (time.perf_counter() - began) / times
 
 
+def recorded(call: Callable[[], object], times: int) -> Callable[[], object]:
+    """Record `times` calls as a CUDA graph, as the engine's decode steps are: what is measured then is the device, and not launching.
+    Returns the graph's replay."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            call()
+    return graph.replay
+
+
 def median_seconds(call: Callable[[], object], repeats: int, times: int = 1) -> tuple[float, list[float]]:
     """Measure a call after one that warms up. Returns the median and all samples."""
     call()

@@ -11,9 +11,11 @@ constants measured on this machine, decides.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -22,9 +24,11 @@ from torch import Tensor
 from afterglow.config import BLOCK_ROWS
 from afterglow.engine.gather import BatchEntry, Gatherer
 from afterglow.engine.kv_shape import KVShape
+from afterglow.engine.recorder import NotRecorded, Recorder
 from afterglow.engine.tee import Tee
 from afterglow.kernels.context_pages import Pages
 from afterglow.kernels.decode import DECODED, Appends, Read, Reads
+from afterglow.kernels.device_reads import possible
 from afterglow.kernels.device_rows import DeviceRows
 from afterglow.kernels.layers import LayerRows
 from afterglow.kernels.rope import LayerRotations
@@ -114,6 +118,7 @@ class CachedAttend:
 
 MOST_AT_ONCE = 64  # rows of a step that is one call: with more of them, calls for each layer do not count
 PROBE_ROWS, PROBE_LAYERS, PROBE_ROUNDS = 1024, 8, 2
+GRAPH_ROUNDS = 5
 PROBE_QUERIES = (1, 2, 4, 8, 16, 32)
 MIN_PROBE_ROWS = 16
 
@@ -137,13 +142,15 @@ class RelayCosts:
         layers = min(shape.layers, PROBE_LAYERS)
         size = (layers, 2, shape.kv_heads, PROBE_ROWS, shape.head_dim)
         data = Pages.of(torch.ones(size, dtype=shape.dtype, device=shape.device))
+        # Steps that decode alone are graphs where Triton's kernels run.
+        recorded = possible(shape.device, shape.dtype, shape.head_dim, heads, shape.kv_heads, 0.0)
         q = torch.ones((PROBE_QUERIES[-1], heads, shape.head_dim), dtype=shape.dtype, device=shape.device)
 
         def seconds(*reads: Read) -> float:
             prepared = Reads(reads)
             out = torch.zeros(q.shape, dtype=torch.float32, device=shape.device)
             lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=shape.device)
-            return _fastest(shape.device, layers, lambda layer: prepared.attend(layer, q, 1.0, out, lse))
+            return _fastest(shape.device, layers, lambda layer: prepared.attend(layer, q, 1.0, out, lse), recorded)
 
         rows = []
         for number in PROBE_QUERIES:
@@ -171,17 +178,29 @@ class RelayCosts:
         return rows * (apart - self.reading(queries)) - self.call - queries * self.merged
 
 
-def _fastest(device: torch.device, layers: int, call: Callable[[int], object]) -> float:
-    best = float("inf")
-    for layer in range(layers * PROBE_ROUNDS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        call(layer % layers)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - began)
-    return best
+def _fastest(device: torch.device, layers: int, call: Callable[[int], object], recorded: bool) -> float:
+    """Measure the seconds of a layer's call, the fastest. `recorded`: in a CUDA graph, where launches cost next to nothing."""
+    if recorded:
+
+        def all_layers() -> None:
+            for layer in range(layers):
+                call(layer)
+
+        all_layers()  # builds what kernels are needed
+        with contextlib.suppress(NotRecorded):
+            graph, _ = Recorder(device).record(all_layers)
+            return min(_seconds(device, graph.replay) for _ in range(GRAPH_ROUNDS)) / layers
+    return min(_seconds(device, partial(call, layer % layers)) for layer in range(layers * PROBE_ROUNDS))
+
+
+def _seconds(device: torch.device, call: Callable[[], object]) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
 
 
 @dataclass(slots=True)

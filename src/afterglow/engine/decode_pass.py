@@ -7,11 +7,10 @@ rows of no request, which read nothing, are written to a row of their own, and a
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,9 +20,9 @@ from torch import Tensor
 from afterglow.engine.cached_attention import RelayAttend, RelayGroup, Results
 from afterglow.engine.gather import BatchEntry, Gatherer
 from afterglow.engine.kv_shape import KVShape
+from afterglow.engine.recorder import NotRecorded, Recorder
 from afterglow.engine.tee import Tee
 from afterglow.engine.transfers import StepInputs
-from afterglow.engine.undisturbed import undisturbed
 from afterglow.kernels.device_reads import DeviceReads
 from afterglow.kernels.device_rows import DeviceRows
 from afterglow.kernels.no_memory import ran_out
@@ -51,59 +50,6 @@ class Size(NamedTuple):
 
 class NotStatic(Exception):
     """A kernel that a pass needs is not there, or was given up."""
-
-
-class NotRecorded(Exception):
-    """A pass could not be recorded. `short`: there was no memory for it."""
-
-    def __init__(self, error: RuntimeError) -> None:
-        super().__init__(str(error))
-        self.short = ran_out(error)
-
-
-class Recorder:
-    """Record passes as CUDA graphs, in a stream and memory of their own: graphs run one after another.
-
-    `torch.cuda.graph` would do so in a stream of whichever device it was first used on, wait for all devices' work, and give back all
-    memory that torch keeps, locked memory too, which the next steps would have to ask for again.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = torch.get_device_module(device)
-        self._index = device.index or 0
-        self._stream = self._device.Stream(device)
-        self._memory = torch.cuda.graph_pool_handle()
-
-    def record(self, compute: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Record what `compute` launches, without running it. Returns the graph, and the result, where each replay puts it.
-
-        Raises: NotRecorded.
-        """
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # No garbage is collected meanwhile: memory that it unlocks would spoil the graph.
-            with undisturbed(), self._device.stream(self._stream):
-                graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
-                try:
-                    found = compute()
-                except BaseException:
-                    with contextlib.suppress(RuntimeError):  # what has gone wrong says more
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
-        except BaseException as error:
-            self._leave_memory()
-            if isinstance(error, RuntimeError):
-                raise NotRecorded(error) from error
-            raise
-        return graph, found
-
-    def _leave_memory(self) -> None:
-        """Leave the memory of a graph that was not recorded. torch would take it as being recorded to for ever, and keep all that is
-        freed, if the end of the recording failed; and it records to no memory whose only graph has failed."""
-        with contextlib.suppress(RuntimeError):  # the recording has been ended
-            torch._C._cuda_endAllocateToPool(self._index, self._memory)
-        self._memory = torch.cuda.graph_pool_handle()
 
 
 class StaticAttend:

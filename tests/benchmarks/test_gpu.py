@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.gpu import __main__ as runner
-from benchmarks.gpu import models, part, vllm
+from benchmarks.gpu import device_tests, models, part, results, vllm
 from benchmarks.gpu.loading import BUFFERS
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.setting import Ceilings, Found, Setting
+from scripts.gpu_tables import PAGE
+from scripts.readme import REGION
 
 from afterglow.config import EngineConfig
 from afterglow.engine.sizes import read_buffer_bytes
@@ -173,3 +175,25 @@ def test_a_part_that_ends_badly_is_reported(tmp_path: Path, capsys: pytest.Captu
     out = capsys.readouterr().out
     assert "No module named benchmarks.gpu.missing" in out
     assert f"decode: FAILED: exit status 1; see {tmp_path / 'decode.log'}" in out
+
+
+def test_the_cpus_tokens_are_the_cpus_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines would take the device by themselves."""
+    hidden = []
+
+    def ran(command: list[str], env: dict[str, str], **options: Any) -> SimpleNamespace:
+        hidden.append(env.get("CUDA_VISIBLE_DEVICES"))
+        (tmp_path / "answers.json").write_text("{}")
+        return SimpleNamespace(returncode=0, stdout="")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(subprocess, "run", ran)
+    for options in ((), ("--real-device",)):
+        device_tests.answers("tests/engine/test_relay.py", "all", tmp_path / "answers.json", *options)
+    assert hidden == ["", "0"]
+
+
+def test_the_page_has_the_results(capsys: pytest.CaptureFixture[str]) -> None:
+    results.main()
+    regions = {region["source"]: region["text"] for region in REGION.finditer(PAGE.read_text("utf-8"))}
+    assert regions["benchmarks.gpu.results"].strip() == capsys.readouterr().out.strip()

@@ -6,6 +6,8 @@ refused meanwhile, as CUDA does.
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -38,6 +40,7 @@ class CUDAGraph:
     """A recorded graph."""
 
     streams: ClassVar[dict[Any, int]] = {}  # that graphs with the same memory were recorded in, by the memory
+    users: ClassVar[Counter[Any]] = Counter()  # graphs of each memory; that of none is not recorded to any more
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
@@ -47,7 +50,11 @@ class CUDAGraph:
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         if not watch.stream:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream")
+        if pool in self.streams and pool is not None and not self.users[pool]:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
         assert self.streams.setdefault(pool, watch.stream) == watch.stream, "memory of graphs of another stream"
+        self.users[pool] += 1
+        weakref.finalize(self, self.users.subtract, [pool]).atexit = False
         watch.recorded = self
         watch.note("recordings")
 

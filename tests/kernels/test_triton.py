@@ -227,3 +227,11 @@ def test_heads_that_the_kernel_takes() -> None:
     ):  # fmt: skip
         assert not suited(dtype, head_dim, group)
     assert not possible(torch.device("cpu"), torch.float32, 64, 4, 4, 0.0)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed (the extra gpu)")
+def test_triton_products_take_16_dimensions_at_least() -> None:
+    """Triton before 3.8 compiles none of fewer; its interpreter takes any."""
+    from afterglow.kernels.triton_attention import lanes
+
+    assert [lanes(head_dim) for head_dim in (8, 16, 80, 128)] == [16, 16, 128, 128]

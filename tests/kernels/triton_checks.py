@@ -186,6 +186,8 @@ def attention() -> None:
         q = draw(count, heads, head_dim, dtype=dtype)
         reads = [drawn_read(kv_heads, head_dim, dtype, count, least) for least in (1, 0, 0, 0)]
         check(q, reads, cap=rng.choice((0.0, 4.0)), before=(draw(*q.shape), draw(count, heads)))
+    for dtype in DTYPES:  # heads of fewer dimensions than Triton's products take
+        check(draw(3, 4, 8, dtype=dtype), [Read(context(1, 2, 70, 8, dtype), 0, 70, (0, 1, 2), True)])
     # Fewer rows than queries: the first queries see nothing.
     check(draw(3, 2, 16), [Read(context(1, 2, 2, 16, torch.float32), 0, 2, (0, 1, 2), True)])
     # Rows before all windows, which layers with a window leave out, hold anything; some fill a chunk, others a page.

@@ -62,6 +62,6 @@ class Recorder:
     def _leave_memory(self) -> None:
         """Leave the memory of a graph that was not recorded. torch would take it as being recorded to for ever, and keep all that is
         freed, if the end of the recording failed; and it records to no memory whose only graph has failed."""
-        with contextlib.suppress(RuntimeError):  # the recording has been ended
+        with contextlib.suppress(RuntimeError, AttributeError):  # the recording has been ended; a torch without it
             torch._C._cuda_endAllocateToPool(self._index, self._memory)
         self._memory = torch.cuda.graph_pool_handle()

@@ -93,9 +93,8 @@ class Ceilings:
         both, _ = median_seconds(lambda: other.copy_(numbers), repeats)
         memory = max(2 * size / reading, 4 * size / both)  # the second reads and writes
         side = setting.of(8192, 64)
-        a, b = (
-            torch.randn(side, side, dtype=DTYPE, device=DEVICE) for _ in range(2)
-        )  # ones take less power, and so less time
+        # Products of ones take less power, and so less time.
+        a, b = (torch.randn(side, side, dtype=DTYPE, device=DEVICE) for _ in range(2))
         product, _ = median_seconds(lambda: a @ b, repeats, setting.of(10, 1))
         return cls(size / copying, memory, 2 * side**3 / product)
 

@@ -109,9 +109,8 @@ class DecodePass:
             kind: PartTables(base, sizes, numbers)
             for kind, sizes, numbers in zip(kinds, size.tables, rest, strict=True)
         }
-        self._computed_once = (
-            False  # which builds the kernels that it needs: nothing can be built while a graph is recorded
-        )
+        # The first time builds the kernels that are needed: nothing can be built while a graph is recorded.
+        self._computed_once = False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._hidden = torch.empty(0)
 

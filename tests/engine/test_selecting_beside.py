@@ -158,7 +158,7 @@ def test_one_that_waits_can_be_cancelled_and_gives_up_in_time(start: Start, mode
 def test_others_read_together_what_they_share_and_decode_as_always(
     start: Start, model_of: Models, tmp_path: Path
 ) -> None:
-    handle, prefix = on_disk(start, model_of, tmp_path, relay="on")
+    handle, prefix = on_disk(start, model_of, tmp_path, relay="on", speculate="off")  # guesses make fewer steps
     shared = draw("shared", 120)
     handle.ask(shared, max_tokens=1)
     counts: dict[bool, int] = {}
@@ -180,7 +180,7 @@ def test_others_read_together_what_they_share_and_decode_as_always(
         for i in range(2):
             same(done[i], handle.ask([*shared, i], reuse=False, max_tokens=40))
     agree(done[2], expected(handle, prefix, draw("new", NEW), 0.3, 40))
-    assert counts[False] >= 30
+    assert counts[False] >= 38, counts
     assert counts[True] >= counts[False] - 10
 
 

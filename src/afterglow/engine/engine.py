@@ -129,9 +129,8 @@ class Engine:
         self._closed = True
         _open.discard(self)
         self.loop.stop(flush)
-        if (
-            self.decoder.device.type == "cuda"
-        ):  # rows that were read ahead: host memory is unlocked when nothing refers to it
+        if self.decoder.device.type == "cuda":
+            # Rows that are read ahead may still come, and host memory is unlocked once nothing refers to it.
             with contextlib.suppress(RuntimeError):
                 torch.cuda.synchronize(self.decoder.device)
         self.parts.store.close(CLOSE_SECONDS if self.loop.disk_answers else 1.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from afterglow.kernels import attention, gate
 from afterglow.model import keeping
@@ -131,11 +132,11 @@ def check_each_budget(patch: Any) -> list[tuple[int, int]]:
     return checked
 
 
-def rows_exit() -> Any:
-    """Return the class that takes rows off the device."""
+def lanes_copied_by(copied: Any) -> Any:
+    """Have `copied` copy the rows of a lane of the tail buffer before they leave."""
     from afterglow.engine import tee
 
-    return tee._Exit
+    return mock.patch.object(tee, "_copied", copied)
 
 
 def relay_attention(relay: Any, layer: Any, q: Any) -> Any:

@@ -45,11 +45,6 @@ class Sanitizer:
         """Memory that was used, and by what."""
         return self._memory.accesses
 
-    def streams_of(self, memory: int) -> set[int]:
-        """List the streams that have used memory since it was last written to."""
-        write = self._memory.get_write(memory)
-        return {each.stream for each in (*self._memory.get_reads(memory), write) if each is not None}
-
     def forget(self, memory: int) -> None:
         self._memory.delete_tensor(memory)
 
@@ -60,9 +55,12 @@ def slots_read(gather: Any) -> list[tuple[int, int, int]]:
 
 
 def slots_of(runner: Any, gathers: Iterable[Gather]) -> list[torch.Tensor]:
-    """Return the memory of the slots that gathers read."""
+    """Return the memory of the slots that gathers read, and that rows are leaving for."""
     arena = runner._gatherer._host.arena
-    return [arena[:, :, slot] for gather in gathers for slot in gather.slots]
+    leaving = [each.there for each in runner._tee._exit.leaving] if runner._tee._exit is not None else []
+    return [arena[:, :, slot] for gather in gathers for slot in gather.slots] + [
+        each for all in leaving for each in all
+    ]
 
 
 def caller(depth: int) -> FrameType | None:

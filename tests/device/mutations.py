@@ -1,6 +1,6 @@
 """`python -m tests.device.mutations`: take each wait and each move out of the package, and see which scene notices.
 
-Waits are `wait_stream`, `wait_event`, `synchronize`, `record_stream`, and calls of `engine.transfers.wait`; moves are `.to(device)` and `.cpu()`. Each is removed
+Waits are `wait_stream`, `wait_event`, `synchronize`, and calls of `engine.transfers.wait`; moves are `.to(device)` and `.cpu()`. Each is removed
 alone, in a process of its own, and the scenes run on the pretend device. A race, a refused operator, an index that is copied to
 the device where it is used, or another answer than the CPU's notices it. Printed as a table; the exit status is the number that
 nothing noticed.
@@ -25,14 +25,14 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "afterglow"
 ROOMS = ("engine", "importance", "kernels")
-WAITS = {"wait_stream", "wait_event", "synchronize", "record_stream"}
+WAITS = {"wait_stream", "wait_event", "synchronize"}
 WAIT = "wait"  # of `engine.transfers`: the one place where the host waits, and those who call it
 SECONDS = 300  # a scene that hangs has noticed
 
 INTERPRETED = "interpreted "  # before the name of a scene: with Triton's kernels, in its interpreter
 SCENES = (
     *("races", "no_memory", "sending", "reuse", "importance", "renewing", "agreeing", "scores", "drawing", "grammar"),
-    *("filled", "block_scenes.reuse", "read_ahead"),
+    *("filled", "block_scenes.reuse", "read_ahead", "full_buffer"),
     *(
         tuple(
             f"{INTERPRETED}{scene}"
@@ -61,7 +61,6 @@ EQUAL: dict[str, str] = {  # sites whose removal changes nothing, and why
     "engine/cached_attention.py torch.cuda.synchronize(device)": "a stopwatch",
     "engine/engine.py torch.cuda.synchronize(self.decoder.device)": "an engine ends; what is unlocked then is not looked for",
     "engine/hardware.py torch.cuda.synchronize(device)": "a stopwatch",
-    "engine/tee.py self._device.current_stream(self._where).wait_event(last)": "the host waits once more (test_budgets)",
     "kernels/device_products.py weight[at : at + ROUND_ROWS].cpu()": "a GPU may round otherwise; the pretend device does not",
 }
 

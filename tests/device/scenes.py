@@ -45,8 +45,9 @@ from tests.structured_model import random_model
 MiB = 2**20
 
 
-def load(device: str, folder: Path, model: str | Path = "tiny", **options: Any) -> Engine:
+def load(device: str, folder: Path, model: str | Path = "tiny", write_buffer: int = 8 * MiB, **options: Any) -> Engine:
     cache = CacheConfig(
+        write_buffer=write_buffer,
         device_cache=16 * MiB,
         host_cache=8 * MiB,
         disk_cache=64 * MiB,
@@ -318,6 +319,25 @@ def races(device: str, folder: Path) -> Any:
     found += ask(engine, [draw(9, 100)], tokens=1, reuse=False)  # steps that save nothing either
     engine.close()
     return {"races": watch.races, "answers": found}
+
+
+def full_buffer(device: str, folder: Path) -> Any:
+    """Rows that leave when more are leaving than may be: the next layers wait. Those of a prompt go straight to their slots: none is
+    `staged` in other locked memory."""
+    from tests.device.watching import watch
+
+    watch.racing = device == "cuda"
+    engine = load(device, folder, write_buffer=1)
+    if watch.racing:
+        watch.look_for_races()
+    prompt = draw(1, 130)
+    found = ask(engine, [prompt], tokens=1)
+    engine.settle()
+    engine.demote("host")
+    found += ask(engine, [[*prompt, *draw(2, 70)]], tokens=1)
+    staged = watch.lines["pinned allocations", "engine/tee.py:stage"]
+    engine.close()
+    return {"races": watch.races, "answers": found, "staged": staged}
 
 
 def sending(device: str, folder: Path) -> Any:

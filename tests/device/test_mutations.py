@@ -11,17 +11,21 @@ from tests.device import mutations
 from tests.device.test_pretend import play
 
 
-@pytest.mark.parametrize("scene", ["races", "sending", "read_ahead", pytest.param("no_memory", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "scene", ["races", "sending", "read_ahead", "full_buffer", pytest.param("no_memory", marks=pytest.mark.long)]
+)
 def test_no_stream_uses_memory_before_another_is_done_with_it(scene: str, tmp_path: Path) -> None:
     found, log = play(scene, "cuda", tmp_path)
     assert found["races"] == []
+    assert found.get("staged", 0) == 0
     assert "Traceback" not in log
 
 
 @pytest.mark.parametrize(
     ("file", "wait", "scene", "race"),
     [
-        pytest.param("tee", "record_stream", "races", "memory is used again", marks=pytest.mark.long),
+        pytest.param("tee", "wait_event(last)", "races", "memory is used again", marks=pytest.mark.long),
+        ("tee", "wait_event(first.event)", "full_buffer", "memory is used again"),
         pytest.param("gather", "wait(self._last)", "no_memory", "does not wait for copy_", marks=pytest.mark.long),
         pytest.param("read_buffer", "wait(self._left)", "read_ahead", "the store fills slots", marks=pytest.mark.long),
         ("transfers", "wait(own.sent)", "sending", "cat on stream -1"),  # written to as `out=`

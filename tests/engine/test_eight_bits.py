@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from safetensors.numpy import load_file
 from torch import Tensor
 
-from afterglow.engine import runner, tee
+from afterglow.engine import tee
 from afterglow.engine.engine import Completion
 from tests.engine.by_hand import ask_truncated
 from tests.engine.conftest import FAMILIES, Handle, in_turn
@@ -186,22 +185,6 @@ def test_selecting_takes_rounded_rows(start: Start, model_of: Models, tmp_path: 
         if tier != "host" and turn == 1:
             assert loader_of(two.ours).stats.read_bytes < 0.6 * loader_of(two.theirs).stats.read_bytes
             assert reorder(two.ours) == reorder(two.theirs) > 0
-
-
-def test_queues_of_their_own_change_no_row(
-    start: Start, model_of: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows that leave the device in a queue of its own, as on a GPU, are the rounded ones."""
-    prompt = draw("queue", ROWS)
-    answers = []
-    for name in ("plain", "staged"):
-        if name == "staged":
-            monkeypatch.setattr(runner, "Tee", partial(tee.Tee, staged=True))
-        handle = start(model_of("llama"), tmp_path / name, kv_dtype="int8", speculate="off")
-        handle.ask(prompt, max_tokens=30)
-        handle.engine.demote("disk")
-        answers.append(handle.ask([*prompt, 1, 2], max_tokens=5).logprobs)
-    assert answers[0] == answers[1]
 
 
 def test_caches_of_other_kinds_are_kept_apart(start: Start, model_of: Models, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from afterglow.engine.context import DeviceContext
 from afterglow.engine.gather import BatchEntry, Gatherer, HostRows
 from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.page_pool import PagePool
-from afterglow.engine.tee import Tee
 from afterglow.kernels.slot_gather import SlotGather
 from afterglow.plan.step import Gather
 from tests.engine.conftest import FAMILIES, VOCAB, Handle, in_turn
@@ -47,7 +46,6 @@ def test_queues_of_their_own_change_no_answer(
             super().computed(layer)
 
     monkeypatch.setattr(runner, "Gatherer", partial(Watched, ahead=2))
-    monkeypatch.setattr(runner, "Tee", partial(Tee, staged=True))
     rng = random.Random(family + tier)
     handle = start(model_of(family), tmp_path)
     for length in (70, 200):

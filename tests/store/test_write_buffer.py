@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from afterglow.plan.step import SaveDone
-from afterglow.store.moving.saver import RowSaver
+from afterglow.store.moving.saver import RowSaver, slot_runs
 from tests import doors
 from tests.store.store_kit import ODD, Kit, arena_of, rest
 from tests.waiting import wait_for
@@ -270,3 +273,26 @@ def test_a_buffer_that_becomes_larger_lets_a_save_in(bench):
     b.gate.set()
     assert rest(b.saver, 20)
     b.check([0, 1])
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=6, unique=True), st.data())
+def test_runs_are_the_places_of_all_rows_and_as_few_as_slots_allow(slots, data):
+    first = data.draw(st.integers(0, 64 * len(slots) - 1))
+    rows = data.draw(st.integers(1, 64 * len(slots) - first))
+    runs = slot_runs(slots, first, rows)
+    places = [slots[row // 64] * 64 + row % 64 for row in range(first, first + rows)]
+    assert [to + i for start, stop, to in runs for i in range(stop - start)] == places
+    assert [row for start, stop, _ in runs for row in range(start, stop)] == list(range(rows))
+    assert len(runs) == 1 + sum(b != a + 1 for a, b in itertools.pairwise(places))
+
+
+def test_rows_that_came_by_themselves_are_reported_with_their_seconds():
+    found = []
+    saver = RowSaver(arena_of(ODD, 4), lambda *report: found.append(report))
+    for _ in range(ODD.layers):
+        saver.placed(7, 64, ROWS, 1, 0.5)
+    assert found == [(SaveDone(7, 64, ROWS), SIZE, 0.5 * ODD.layers)]
+    saver.lose(8, 0, ROWS, 1)
+    saver.placed(8, 0, ROWS, ODD.layers - 1)
+    assert found[1:] == [(SaveDone(8, 0, ROWS, False), 0, 0.0)]
+    saver.close()

@@ -76,7 +76,7 @@ class TorchRunner:
         buffer = DeviceReadBuffer(host.arena, self.shape, ahead, self.gathered) if ahead else None
         self._gatherer = Gatherer(host, spec.layers, windows=windows, counters=self.gathered, buffer=buffer)
         self._pressed = host.pressed
-        self._tee = Tee(host.store, self.shape, host.arena.dtype, size.max_batch)
+        self._tee = Tee(host.store, self.shape, host.arena, size.max_batch)
         self._inputs = StepInputs(decoder.device)
         static = decoder.device.type == "cuda" and decoder.static_rows and scores is None
         self.passes = DecodePasses(decoder, self.shape, self._tee, self._inputs, self._gatherer) if static else None

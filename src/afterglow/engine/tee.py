@@ -28,6 +28,7 @@ from afterglow.kernels.rope import LayerRotations, inverse, rotate
 from afterglow.kernels.stored_rows import narrowed, stored_width
 from afterglow.plan.step import Run, Save
 from afterglow.store.kvstore import KVStore
+from afterglow.store.moving.saver import slot_runs
 
 log = logging.getLogger("afterglow.engine")
 
@@ -36,52 +37,89 @@ FLUSH_ROWS = 16
 Bytes = npt.NDArray[np.uint8]
 
 
-class _Exit:
-    """Copy rows off the device, into host memory that the store may read at any time."""
+@dataclass(slots=True)
+class _Leaving:
+    """Follow rows that leave the device. `began`, `event`: events before and after their copies. `then`: is called with the seconds that
+    these took. `there`: the host's memory that they come to. `rows`: the device's memory that is copied, until the computing queue comes after the copies anyway."""
 
-    def __init__(self, device: torch.device, staged: bool) -> None:
-        """`staged`: copy in a second queue of the device; else the rows are handed over as they are."""
+    began: Any
+    event: Any
+    then: Callable[[float], None]
+    there: tuple[Tensor, ...]
+    rows: tuple[Tensor, ...]
+    size: int  # bytes of these
+
+
+class Exit:
+    """Copy rows off the device, in a second queue of it, into host memory that the store may read after that.
+
+    The device holds what has not left yet: that is the papers' write buffer (CachedAttention §3.2.2). Where it is full, the computing
+    queue waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         self._where = device
         self._device = torch.get_device_module(device)
-        self._stream = self._device.Stream() if staged else None
-        self._leaving: deque[tuple[Any, Callable[[], None]]] = deque()  # events, and calls to make after them
+        self._stream = self._device.Stream()
+        self.leaving: deque[_Leaving] = deque()
+        self._held = 0  # of these, how many still hold memory of the device: the last ones
+        self._bytes = 0  # of that memory
 
-    def take(self, hand_over: Callable[..., None], *tensors: Tensor) -> None:
-        """Call `hand_over` with each tensor [..., kv_heads, stored width] as uint8 [..., row_bytes], now or soon."""
-        if self._stream is None:
-            hand_over(*map(_bytes, tensors))
-            return
-        cuda = self._where.type == "cuda"
-        staged = [torch.empty(rows.shape, dtype=rows.dtype, pin_memory=cuda) for rows in tensors]
+    def stage(self, then: Callable[[Tensor], None], rows: Tensor) -> None:
+        """Copy `rows` to locked memory, and call `then` with that soon."""
+        staged = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=self._where.type == "cuda")
+        self.copy([(staged, rows)], lambda seconds: then(staged))
+
+    def copy(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], then: Callable[[float], None], most: int | None = None
+    ) -> None:
+        """Copy to the first tensor of each pair, which is contiguous and locked, from the second, and call `then` soon with the seconds that
+        it took. `most`: bytes that may be leaving; None: any number."""
+        began, event = (self._device.Event(enable_timing=True) for _ in range(2))
         self._stream.wait_stream(self._device.current_stream(self._where))
         with self._device.stream(self._stream):
-            for copy, rows in zip(staged, tensors, strict=True):
-                copy.copy_(rows, non_blocking=True)
-                if cuda:
-                    rows.record_stream(self._stream)  # its memory is not used again before the copy is done
-            event = self._device.Event()
+            began.record(self._stream)
+            for to, rows in pairs:
+                to.copy_(rows, non_blocking=True)
             event.record(self._stream)
-        self._leaving.append((event, lambda: hand_over(*map(_bytes, staged))))
+        there, here = zip(*pairs, strict=True)
+        size = sum(rows.nbytes for rows in here)
+        self.leaving.append(_Leaving(began, event, then, there, here, size))
+        self._held, self._bytes = self._held + 1, self._bytes + size
+        while most is not None and self._bytes > most and self._held > 1:
+            self._come_after(self.leaving[-self._held])
         self.hand_over()
 
     @property
     def last(self) -> Any:
         """Return the event of the rows that leave last; None if none leave."""
-        return self._leaving[-1][0] if self._leaving else None
+        return self.leaving[-1].event if self.leaving else None
 
     def join(self) -> Any:
         """Have the computing queue come after all rows that leave. Returns the event of the last ones."""
         last = self.last
         if last is not None:
             self._device.current_stream(self._where).wait_event(last)
+            for each in self.leaving:
+                each.rows = ()
+            self._held = self._bytes = 0
         return last
 
     def hand_over(self, wait_for: Any = None) -> None:
         """Hand over the rows that have left the device, in order. `wait_for`: an event of rows that are waited for."""
         if wait_for is not None:
             wait(wait_for)
-        while self._leaving and self._leaving[0][0].query():
-            self._leaving.popleft()[1]()
+        while self.leaving and self.leaving[0].event.query():
+            if self._held == len(self.leaving):
+                self._held, self._bytes = self._held - 1, self._bytes - self.leaving[0].size
+            done = self.leaving.popleft()
+            done.then(done.began.elapsed_time(done.event) / 1000)
+
+    def _come_after(self, first: _Leaving) -> None:
+        """Have the computing queue come after the first rows that hold memory, which it may then use again."""
+        self._device.current_stream(self._where).wait_event(first.event)
+        first.rows = ()
+        self._held, self._bytes = self._held - 1, self._bytes - first.size
 
 
 def _bytes(rows: Tensor) -> Bytes:
@@ -90,7 +128,7 @@ def _bytes(rows: Tensor) -> Bytes:
 
 
 @dataclass(slots=True)
-class _Leaving:
+class _Prefill:
     """Follow prefilled rows that leave layer by layer. `rows`: of the flattened batch. `layers`: how many have left."""
 
     rows: slice
@@ -112,13 +150,12 @@ class _Lane:
 class Tee:
     """Hand new rows to the store. For the runner alone: `begin` and `end` around each forward pass."""
 
-    def __init__(
-        self, store: KVStore, shape: KVShape, kv_dtype: torch.dtype, max_batch: int, staged: bool | None = None
-    ) -> None:
-        """`staged`: rows leave in a queue of their own. None: if the device is not the CPU."""
+    def __init__(self, store: KVStore, shape: KVShape, arena: Tensor, max_batch: int) -> None:
+        """`arena`: the store's slots, [layers, 2, slots, 64, kv_heads, stored width], locked where the device is not the CPU."""
         self._store = store
-        self._exit = _Exit(shape.device, shape.device.type != "cpu" if staged is None else staged)
-        self._dtype = kv_dtype
+        self._dtype = kv_dtype = arena.dtype
+        self._exit = None if shape.device.type == "cpu" else Exit(shape.device)
+        self._slots = arena.flatten(2, 3)  # rows of a layer's slots, one slot after another
         self._tail = torch.empty(
             (shape.layers, 2, max_batch + 1, FLUSH_ROWS, shape.kv_heads, stored_width(shape.head_dim, kv_dtype)),
             dtype=kv_dtype,
@@ -127,7 +164,7 @@ class Tee:
         self._free = list(range(max_batch - 1, -1, -1))
         self._spare = max_batch  # the lane of rows that are not saved
         self._lanes: dict[int, _Lane] = {}
-        self._prefills: list[_Leaving] = []
+        self._prefills: list[_Prefill] = []
         self.index: Sequence[Tensor] = ()  # on the CPU: rows of the batch, lanes, and places there, of decoded rows
         self._tail_index: Sequence[Tensor] = ()  # the same, where the rows are
         self._in_order = True  # decoded rows are the first of the batch, one after another
@@ -137,7 +174,7 @@ class Tee:
     def begin(self, prefills: list[tuple[slice, Save]], decodes: list[tuple[int, int, Save]]) -> None:
         """Begin a step. `prefills`: (rows of the flattened batch, save). `decodes`: (job, first row of the flattened batch, save):
         one row, and rows of guesses, FLUSH_ROWS at most."""
-        self._prefills = [_Leaving(rows, save) for rows, save in prefills]
+        self._prefills = [_Prefill(rows, save) for rows, save in prefills]
         rows: list[int] = []
         lanes: list[int] = []
         places: list[int] = []
@@ -210,9 +247,22 @@ class Tee:
             if layer < each.layers:  # the layer left in an earlier attempt at this step
                 continue
             save = each.save
-            k, v = narrowed(keys[each.rows], self._dtype), narrowed(values[each.rows], self._dtype)
-            self._exit.take(partial(self._store.save, save.draft, layer, save.slots, save.draft_row), k, v)
+            self._leave(save, layer, keys[each.rows], values[each.rows])
             each.layers = layer + 1
+
+    def _leave(self, save: Save, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Have one layer's rows of a save [rows, kv_heads, head_dim] leave: for their slots, without the saver where these are locked."""
+        k, v = narrowed(keys, self._dtype), narrowed(values, self._dtype)
+        if self._exit is None:
+            self._store.save(save.draft, layer, save.slots, save.draft_row, _bytes(k), _bytes(v))
+            return
+        pairs = [
+            (plane[to : to + stop - start], rows[start:stop])
+            for plane, rows in zip(self._slots[layer], (k, v), strict=True)
+            for start, stop, to in slot_runs(save.slots, save.draft_row, save.rows)
+        ]
+        then = partial(self._store.placed, save.draft, save.draft_row, save.rows, 1)
+        self._exit.copy(pairs, then, self._store.write_buffer)
 
     def _keep(self, found: Tensor, picked: bool) -> None:
         """Copy keys and values of all layers [layers, rows, 2, kv_heads, head_dim] to their lanes: a few calls for a step, where four for
@@ -245,18 +295,21 @@ class Tee:
 
     def join(self) -> None:
         """Before tokens are drawn: have them come after the rows that leave, so that one wait of the host is for both."""
-        self._joined = self._exit.join()
+        if self._exit is not None:
+            self._joined = self._exit.join()
 
     def end(self) -> None:
         """End a step: the rows that left before its tokens are handed to the store, and full lanes leave."""
         self._prefills = []
-        self._exit.hand_over(self._joined)
+        if self._exit is not None:
+            self._exit.hand_over(self._joined)
         self._joined = None
         self._flush_full()
 
     def hand_over(self) -> None:
         """Hand over all rows that leave, where no step follows."""
-        self._exit.hand_over(self._exit.last)
+        if self._exit is not None:
+            self._exit.hand_over(self._exit.last)
 
     def release(self, job: int) -> None:
         """Note that a job has left the device: the rows in its lane leave now."""
@@ -271,9 +324,7 @@ class Tee:
         layers = self._tail.shape[0]
         for layer in range(layers):
             try:
-                keys, values = _turned_back(context, layer, save, rotation)
-                k, v = narrowed(keys, self._dtype), narrowed(values, self._dtype)
-                self._exit.take(partial(self._store.save, save.draft, layer, save.slots, save.draft_row), k, v)
+                self._leave(save, layer, *_turned_back(context, layer, save, rotation))
             except RuntimeError as error:
                 if not ran_out(error):
                     raise
@@ -291,14 +342,22 @@ class Tee:
         if lane.count == 0:
             return
         rows = self._tail[:, :, lane.index, : lane.count]
-        save = partial(self._store.save_block, lane.draft, lane.slots, lane.first)
+        draft, slots, first = lane.draft, lane.slots, lane.first
+
+        def save(block: Tensor) -> None:
+            self._store.save_block(draft, slots, first, _bytes(block))
+
         try:
-            self._exit.take(save, rows.clone())  # the lane is filled again before the copy is done
+            block = _copied(rows)  # the lane is filled again before the copy is done
+            if self._exit is None:
+                save(block)
+            else:
+                self._exit.stage(save, block)
         except RuntimeError as error:
             if not ran_out(error):
                 raise
             log.warning("rows leave the device one layer after the other, and are waited for: %s", error)
-            save(_bytes(_fetched(rows)))
+            save(_fetched(rows))
         lane.count = 0
 
 
@@ -310,6 +369,11 @@ def _turned_back(
     rotations = rotation(torch.arange(save.job_row, save.job_row + save.rows, device=keys.device))
     turned = rotations.at(layer) if rotations is not None else None
     return keys.clone() if turned is None else rotate(keys, inverse(turned)), values.clone()
+
+
+def _copied(rows: Tensor) -> Tensor:
+    """Copy rows on their device."""
+    return rows.clone()
 
 
 def _fetched(rows: Tensor) -> Tensor:

@@ -105,7 +105,8 @@ class KVStore:
         self._mover = Mover(threads, read_timeout, self._moved)
         self._saver = RowSaver(self.arena, self._saved, write_buffer)
         # New rows of the device go straight to the saver.
-        self.save, self.save_block, self.lose = self._saver.save, self._saver.save_block, self._saver.lose
+        self.save, self.save_block = self._saver.save, self._saver.save_block
+        self.placed, self.lose = self._saver.placed, self._saver.lose
         self.expect_saves = self._saver.expect
         self.shared: SharedStore | None = None
         self.far: FarLoads | None = None  # loads from the shared tier
@@ -233,6 +234,11 @@ class KVStore:
                     self._failed.popitem(last=False)
         return done
 
+    @property
+    def write_buffer(self) -> int:
+        """Return how many bytes of new rows may wait to be saved."""
+        return self._saver.limit
+
     def at_rest(self) -> bool:
         """Nothing is queued, runs, or waits to be collected."""
         return not (self.moves or self._finished)
@@ -261,7 +267,7 @@ class KVStore:
         stats.disk_bytes = self.on_disk.bytes
         stats.queue = self._mover.pending() + self._saver.pending()
         stats.hung = self._mover.hung
-        stats.write_buffer_bytes = self._saver.limit
+        stats.write_buffer_bytes = self.write_buffer
         stats.save_waits, stats.save_wait_seconds = self._saver.waits, self._saver.wait_seconds
         if self.on_disk.catalog is not None:
             stats.catalog_bytes = self.on_disk.catalog.bytes

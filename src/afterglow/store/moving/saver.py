@@ -38,6 +38,24 @@ class _Group:
     ns: int = 0
 
 
+def slot_runs(slots: Sequence[int], first_row: int, rows: int) -> list[tuple[int, int, int]]:
+    """List where `rows` rows of a draft go, from its row `first_row` on: rows [start, stop) of these, and the row of all slots' rows that the
+    first of them becomes. `slots`: of the draft. Rows in neighbouring slots are one run."""
+    found: list[tuple[int, int, int]] = []
+    done = 0
+    while done < rows:
+        block, at = divmod(first_row + done, BLOCK_ROWS)
+        stop = min(done + BLOCK_ROWS - at, rows)
+        to = slots[block] * BLOCK_ROWS + at
+        if found and found[-1][2] + done - found[-1][0] == to:
+            start, _, to = found.pop()
+            found.append((start, stop, to))
+        else:
+            found.append((done, stop, to))
+        done = stop
+    return found
+
+
 class RowSaver:
     """Calls `report(done, bytes, seconds)` once per group of rows, when all layers of the group have come in: `ok` if every layer
     was copied. A group is named by its draft and first row.
@@ -50,6 +68,8 @@ class RowSaver:
         self.waits = 0
         self.wait_seconds = 0.0
         self._arena = arena
+        layout = arena.layout
+        self._rows = arena.rows.reshape(layout.layers, 2, arena.slots * BLOCK_ROWS, layout.row_bytes)
         self._report = report
         self.limit = self._most = limit_bytes  # how large the buffer is, and may be
         self._copied = (0.0, 0.0)  # bytes and seconds of copies, later ones counting more
@@ -78,9 +98,9 @@ class RowSaver:
         """
 
         def copy() -> None:
-            for (a, b), place in self._places(slots, first_row, len(keys)):
-                self._arena.rows[(layer, 0, *place)] = keys[a:b]
-                self._arena.rows[(layer, 1, *place)] = values[a:b]
+            for start, stop, to in slot_runs(slots, first_row, len(keys)):
+                self._rows[layer, 0, to : to + stop - start] = keys[start:stop]
+                self._rows[layer, 1, to : to + stop - start] = values[start:stop]
 
         self._run(draft, first_row, len(keys), 1, copy, keys.nbytes + values.nbytes)
 
@@ -89,10 +109,14 @@ class RowSaver:
         rows = block.shape[2]
 
         def copy() -> None:
-            for (a, b), place in self._places(slots, first_row, rows):
-                self._arena.rows[(slice(None), slice(None), *place)] = block[:, :, a:b]
+            for start, stop, to in slot_runs(slots, first_row, rows):
+                self._rows[:, :, to : to + stop - start] = block[:, :, start:stop]
 
         self._run(draft, first_row, rows, self._arena.layout.layers, copy, block.nbytes)
+
+    def placed(self, draft: int, first_row: int, rows: int, layers: int, seconds: float = 0.0) -> None:
+        """Say that rows of a draft have come to their slots, in so many layers, without the saver: in `seconds`."""
+        self._count(draft, first_row, rows, layers, False, int(seconds * 1e9))
 
     def lose(self, draft: int, first_row: int, rows: int, layers: int) -> None:
         """Say that rows of a draft, in so many layers, never come: their SaveDone says that they could not be saved."""
@@ -127,18 +151,6 @@ class RowSaver:
         self._worker.close()
 
     # -------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _places(slots: Sequence[int], first_row: int, rows: int) -> list[tuple[tuple[int, int], tuple[int, slice]]]:
-        """(rows of the source, (slot, rows of the slot)) for each slot that the rows touch."""
-        places = []
-        done = 0
-        while done < rows:
-            block, at = divmod(first_row + done, BLOCK_ROWS)
-            count = min(BLOCK_ROWS - at, rows - done)
-            places.append(((done, done + count), (slots[block], slice(at, at + count))))
-            done += count
-        return places
 
     def _run(self, draft: int, first_row: int, rows: int, layers: int, copy: Callable[[], None], size: int) -> None:
         """Copy `size` bytes in the saver's thread; in this one when that has ended."""

@@ -139,6 +139,13 @@ def lanes_copied_by(copied: Any) -> Any:
     return mock.patch.object(tee, "_copied", copied)
 
 
+def gathered_by_torch() -> Any:
+    """Have torch bring rows to a device: Triton's interpreter takes seconds for a launch."""
+    from afterglow.kernels.slot_gather import SlotGather
+
+    return mock.patch.object(SlotGather, "_put_on_device", return_value=False)
+
+
 def relay_attention(relay: Any, layer: Any, q: Any) -> Any:
     """Return attention over shared segments alone, of layer 0."""
     return relay._attention(0, layer, q)

@@ -9,15 +9,17 @@ from unittest import mock
 
 import torch
 
-from afterglow.engine import decode_pass
+from afterglow.engine import decode_pass, prefill_pass
 from afterglow.engine.engine import Engine
 from afterglow.kernels import device_experts
 from afterglow.request import Output, Request, SamplingParams
 from tests.device.scenes import draw, load
-from tests.doors import held_bytes
+from tests.doors import gathered_by_torch, held_bytes
 from tests.engine.conftest import FAMILIES, write_model
+from tests.faults.harness import flip, small_pieces
 from tests.model.families_hf import save_mxfp4
 
+HEAD = 4096  # bytes of an extent's file
 LAUNCHED = ("launches", "graphs", "synchronisations", "copies to device", "copies to host", "pinned allocations")
 
 
@@ -235,3 +237,53 @@ def more_than_experts_take(device: str, folder: Path) -> Any:
         found += answers(engine, [(draw(8, 3), greedy(5))])
         steps = [step.counts for step in watch.steps if step.runs == step.rows == 1]
         return {**result(engine, found), "steps": [[step[what] for what in LAUNCHED] for step in steps[-3:-1]]}
+
+
+def damage(folder: Path) -> None:
+    """Change a bit of all extents, in the first key of the second layer of two."""
+    for file in folder.rglob("*.safetensors"):
+        flip(file, HEAD + (file.stat().st_size - HEAD) // 2)
+
+
+def prefills(device: str, folder: Path) -> Any:
+    """Prompts of some lengths, next turns behind rows from all tiers and behind rows that are shared, prompts beside replies, and one with
+    log-probabilities: steps that passes of few rows are recorded for."""
+    from tests.device.watching import watch
+
+    watch.racing = device == "cuda"
+    few = mock.patch.object(prefill_pass, "ROWS", (8, 16, 32)), mock.patch.object(prefill_pass, "LAYERS", 1)
+    with few[0], few[1], gathered_by_torch():
+        engine = load(device, folder, relay="on", max_batch=3, prefill_chunk=16, speculate="off")
+        if watch.racing:
+            watch.look_for_races()
+        prefix = draw(1, 26)
+        found = answers(engine, [(prefix, greedy(1))])
+        found += answers(engine, [([*prefix, *draw(10 + i, 6)], greedy(2)) for i in range(3)])
+        for tier in ("host", "disk", "device"):
+            engine.settle()
+            assert engine.stats().plan.saves_in_flight == 0, "rows that leave are not handed over"
+            if tier != "device":
+                engine.demote(tier)
+            found += answers(engine, [([*prefix, *draw(10, 6), *draw(20 + len(found), 7)], greedy(2))])
+        found += answers(engine, [(draw(30, 11), greedy(2)), (draw(31, 5), greedy(17)), (draw(32, 13), greedy(2))])
+        found += answers(engine, [(draw(33, 12), greedy(2, prompt_logprobs=1))])
+        engine.settle()
+        engine.demote("disk")
+        damage(folder)
+        with small_pieces():
+            found += answers(engine, [([*prefix, *draw(12, 6), 5], greedy(2)), (draw(34, 9), greedy(2))])
+        counts = dict(engine.parts.runner.prefills.counts) if device == "cuda" else {}
+        return {**result(engine, found), "prefills": counts}
+
+
+def halves(device: str, folder: Path) -> Any:
+    """Prompts whose rows leave from memory that the last but one graph's rows have left."""
+    from tests.device.watching import watch
+
+    watch.racing = device == "cuda"
+    model = write_model({**FAMILIES["llama"], "num_hidden_layers": 3, "vocab_size": 256}, folder / "model")
+    with mock.patch.object(prefill_pass, "LAYERS", 1):
+        engine = load(device, folder, model, relay="off", max_batch=1, speculate="off")
+        if watch.racing:
+            watch.look_for_races()
+        return result(engine, answers(engine, [(draw(i, 7), greedy(1)) for i in range(3)]))

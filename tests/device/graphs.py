@@ -1,14 +1,14 @@
 """CUDA graphs of the pretend device: what is launched while one is recorded is launched again by its replay, in the same memory.
 
-Nothing that is recorded has been computed: afterwards the results hold no numbers. Copies from pageable memory, and all that waits, are
-refused meanwhile, as CUDA does.
+Nothing that is recorded has been computed: afterwards the results hold no numbers, and what torch's operators have written to holds what it
+held before. Copies from pageable memory, and all that waits, are refused meanwhile, as CUDA does.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -44,6 +44,9 @@ class CUDAGraph:
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
+        self.before: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # what is written to while recording, and what it held
         self.reads: list[torch.Tensor] = []
         self.writes: list[torch.Tensor] = []
 
@@ -60,6 +63,9 @@ class CUDAGraph:
 
     def capture_end(self) -> None:
         watch.recorded = None
+        for written, held in reversed(self.before):
+            written.copy_(held)
+        self.before.clear()
         for each in self.launches:
             each.forget()
 
@@ -95,3 +101,9 @@ def recorded(again: Callable[[], Any], made: list[torch.Tensor]) -> None:
     """Note what a launch does, if a graph is recorded."""
     if watch.recorded is not None:
         watch.recorded.launches.append(Launch(again, made))
+
+
+def writing(tensors: Iterable[torch.Tensor]) -> None:
+    """Note what tensors hold that are about to be written to, if a graph is recorded."""
+    if watch.recorded is not None:
+        watch.recorded.before += [(each, each.clone()) for each in tensors]

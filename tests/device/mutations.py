@@ -36,7 +36,16 @@ SCENES = (
     *(
         tuple(
             f"{INTERPRETED}{scene}"
-            for scene in ("kernels", "stored", "block_scenes.products", "decode_scenes.racing", "mixture")
+            for scene in (
+                *(
+                    "kernels",
+                    "stored",
+                    "block_scenes.products",
+                    "decode_scenes.racing",
+                    "decode_scenes.halves",
+                    "mixture",
+                ),
+            )
         )
         if find_spec("triton") is not None
         else ()
@@ -49,6 +58,7 @@ FIRST = {
     "sampling": "drawing",
     "transfers": "sending",
     "read_buffer": "read_ahead",
+    "prefill_pass": f"{INTERPRETED}decode_scenes.halves",
     "device_blocks": "block_scenes.reuse",
     "device_products": "filled",
     "slot_gather": f"{INTERPRETED}stored",

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import doors
 from tests.device.doors import schema, slots_of
-from tests.device.graphs import CUDAGraph, Recording, recorded
+from tests.device.graphs import CUDAGraph, Recording, recorded, writing
 from tests.device.watching import Current, Event, Stream, watch
 
 NATIVE = torch.device("privateuseone", 0)  # as C++ sees it: a CPU build has a guard for it
@@ -211,6 +211,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if on:
         args = tuple(_mapped(_inner, each) for each in args)
         kwargs = {key: _mapped(_inner, each) for key, each in kwargs.items()}
+    writing(_written(operator, args, kwargs))
     out = func(*args, **kwargs)
     if operator.launches:
         _launched(operator, args, kwargs, out)
@@ -261,6 +262,7 @@ def _to_copy(func: Any, source: torch.Tensor, kwargs: dict[str, Any]) -> torch.T
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    writing([_inner(target)])
     _inner(target).copy_(_inner(source))
     _moved(target, source, non_blocking)
     recorded(lambda: _inner(target).copy_(_inner(source)), [])
@@ -425,6 +427,9 @@ def _launch_on_the_cpu() -> None:
     """Have Triton's interpreter run kernels on what the device's tensors hold."""
     from triton.runtime.interpreter import GridExecutor
 
+    from afterglow.engine import prefill_pass
+
+    prefill_pass.ROWS = (8, 16)  # the interpreter takes seconds for more
     launch = GridExecutor.__call__
 
     def launched(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -47,6 +47,16 @@ def test_triton_passes_wait_for_rows_that_leave(tmp_path: Path, monkeypatch: pyt
     assert counts["taken"] > 10
 
 
+def test_triton_prefills_of_few_rows_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph for each layer, between which rows come and leave; where the last layer's rows are damaged on disk, what is left is
+    computed kernel by kernel."""
+    found, log = found_by("prefills", tmp_path, monkeypatch)
+    assert found["prefills"]["launched"] >= 8
+    assert found["prefills"]["left"] == 1
+    assert found["counts"]["recordings"] >= 4
+    assert "not recorded" not in log
+
+
 def test_triton_steps_that_decode_ask_for_as_much_whatever_the_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

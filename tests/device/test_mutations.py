@@ -35,6 +35,11 @@ def test_no_stream_uses_memory_before_another_is_done_with_it(scene: str, tmp_pa
             marks=[pytest.mark.long, pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")],
             id="triton",
         ),
+        pytest.param(
+            *("prefill_pass", "wait_event(left)", "interpreted decode_scenes.halves", "does not wait for copy_"),
+            marks=pytest.mark.skipif(find_spec("triton") is None, reason="no Triton"),
+            id="triton halves",
+        ),
     ],
 )
 def test_a_wait_that_is_missing_is_a_race(file: str, wait: str, scene: str, race: str, tmp_path: Path) -> None:

@@ -27,10 +27,11 @@ from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.recorder import NotRecorded, Recorder
 from afterglow.engine.tee import Tee
 from afterglow.kernels.context_pages import Pages
-from afterglow.kernels.decode import DECODED, Appends, Read, Reads
+from afterglow.kernels.decode import Appends, Read, Reads
 from afterglow.kernels.device_reads import possible
 from afterglow.kernels.device_rows import DeviceRows
 from afterglow.kernels.layers import LayerRows
+from afterglow.kernels.paged_parts import DECODED
 from afterglow.kernels.rope import LayerRotations
 from afterglow.model.decoder import Attention, Decoder, Hidden
 from afterglow.plan.options import STRIDE

@@ -21,6 +21,7 @@ from afterglow.engine.gather import BatchEntry, Gatherer, HostRows
 from afterglow.engine.grammars.masks import Constraint
 from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.page_pool import PagePool
+from afterglow.engine.prefill_pass import PrefillPasses
 from afterglow.engine.read_buffer import DeviceReadBuffer
 from afterglow.engine.sampling import Meanwhile
 from afterglow.engine.scores import Scores, ScoringAttend
@@ -28,6 +29,7 @@ from afterglow.engine.selective import PrefixSelection, SelectiveAttention
 from afterglow.engine.separate_pass import SelectiveDecoding, SeparatePass, WaitBudget, go_on
 from afterglow.engine.sizes import Sizes, windowed_layers
 from afterglow.engine.speculation.guesser import Guesser
+from afterglow.engine.static_pass import Static
 from afterglow.engine.stats import GatherCounters, RelayCounters
 from afterglow.engine.tee import Tee, saves_of
 from afterglow.engine.token_outputs import RunOutput, TokenOutputs
@@ -65,8 +67,7 @@ class TorchRunner:
     ) -> None:
         """`host`: the host arena. `scores`: records attention, for truncation by importance. `selective`: for requests that
         attend to a part of their prefix. `guesser`: guesses what replies go on with."""
-        spec = decoder.spec
-        self.decoder = decoder
+        self.decoder, spec = decoder, decoder.spec
         windowed = windowed_layers(spec) if size.held.windowed else ()
         row = (spec.layers, spec.kv_heads, spec.head_dim, decoder.dtype, decoder.device)
         self.shape = KVShape(*row, windowed, size.held)
@@ -78,8 +79,10 @@ class TorchRunner:
         self._pressed = host.pressed
         self._tee = Tee(host.store, self.shape, host.arena, size.max_batch)
         self._inputs = StepInputs(decoder.device)
-        static = decoder.device.type == "cuda" and decoder.static_rows and scores is None
-        self.passes = DecodePasses(decoder, self.shape, self._tee, self._inputs, self._gatherer) if static else None
+        self.passes, self.prefills = None, None
+        if decoder.device.type == "cuda" and decoder.static_rows and scores is None:
+            static = Static.of(decoder, self.shape, self._tee, self._inputs, self._gatherer)
+            self.passes, self.prefills = DecodePasses(static), PrefillPasses(static, host.arena.dtype)
         self._outputs = TokenOutputs(decoder, guesser)
         self._prefault = Prefault()
         self._pool = PagePool(self.shape, size.context_bytes, self._prefault)
@@ -316,12 +319,16 @@ class TorchRunner:
         """Compute the final-normed hidden rows of the batch: token ids, positions, and the rows that are wanted, None for all.
         `exact`: entries that attend to all of their context."""
         ids, positions, rows = batch
+        prefills = self.prefills if selecting is None else None
+        begun = None if prefills is None else prefills.hidden(ids, entries, groups)
+        if begun is not None and begun.layer == self.shape.layers:
+            return begun.normed if rows is None else begun.normed[on_device(rows, self.decoder.device)]
         numbers = torch.tensor(ids), torch.cat(positions), torch.tensor(rows or [], dtype=torch.int64)
         there, places, wanted, *index = self._inputs.send(*numbers, *self._tee.index)
-        self._tee.use(index)
+        self._tee.use(index, kept=0 if begun is None else begun.layer)
         attend = self._attend(entries, places, groups, exact)
         attend.beside = selecting
-        hidden = self.decoder.begin(there, places)
+        hidden = begun or self.decoder.begin(there, places)
         if selecting is not None:
             selecting.hidden = hidden
         if rows is not None:

@@ -9,7 +9,6 @@ next layer does not wait for the copy.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from afterglow.engine.context import DeviceContext
 from afterglow.engine.kv_shape import KVShape
-from afterglow.engine.transfers import wait
+from afterglow.engine.row_exit import RowExit
 from afterglow.kernels.no_memory import ran_out
 from afterglow.kernels.rope import LayerRotations, inverse, rotate
 from afterglow.kernels.stored_rows import narrowed, stored_width
@@ -37,89 +36,9 @@ FLUSH_ROWS = 16
 Bytes = npt.NDArray[np.uint8]
 
 
-@dataclass(slots=True)
-class _Leaving:
-    """Follow rows that leave the device. `began`, `event`: events before and after their copies. `then`: is called with the seconds that
-    these took. `there`: the host's memory that they come to. `rows`: the device's memory that is copied, until the computing queue comes after the copies anyway."""
-
-    began: Any
-    event: Any
-    then: Callable[[float], None]
-    there: tuple[Tensor, ...]
-    rows: tuple[Tensor, ...]
-    size: int  # bytes of these
-
-
-class Exit:
-    """Copy rows off the device, in a second queue of it, into host memory that the store may read after that.
-
-    The device holds what has not left yet: that is the papers' write buffer (CachedAttention §3.2.2). Where it is full, the computing
-    queue waits.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._where = device
-        self._device = torch.get_device_module(device)
-        self._stream = self._device.Stream()
-        self.leaving: deque[_Leaving] = deque()
-        self._held = 0  # of these, how many still hold memory of the device: the last ones
-        self._bytes = 0  # of that memory
-
-    def stage(self, then: Callable[[Tensor], None], rows: Tensor) -> None:
-        """Copy `rows` to locked memory, and call `then` with that soon."""
-        staged = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=self._where.type == "cuda")
-        self.copy([(staged, rows)], lambda seconds: then(staged))
-
-    def copy(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], then: Callable[[float], None], most: int | None = None
-    ) -> None:
-        """Copy to the first tensor of each pair, which is contiguous and locked, from the second, and call `then` soon with the seconds that
-        it took. `most`: bytes that may be leaving; None: any number."""
-        began, event = (self._device.Event(enable_timing=True) for _ in range(2))
-        self._stream.wait_stream(self._device.current_stream(self._where))
-        with self._device.stream(self._stream):
-            began.record(self._stream)
-            for to, rows in pairs:
-                to.copy_(rows, non_blocking=True)
-            event.record(self._stream)
-        there, here = zip(*pairs, strict=True)
-        size = sum(rows.nbytes for rows in here)
-        self.leaving.append(_Leaving(began, event, then, there, here, size))
-        self._held, self._bytes = self._held + 1, self._bytes + size
-        while most is not None and self._bytes > most and self._held > 1:
-            self._come_after(self.leaving[-self._held])
-        self.hand_over()
-
-    @property
-    def last(self) -> Any:
-        """Return the event of the rows that leave last; None if none leave."""
-        return self.leaving[-1].event if self.leaving else None
-
-    def join(self) -> Any:
-        """Have the computing queue come after all rows that leave. Returns the event of the last ones."""
-        last = self.last
-        if last is not None:
-            self._device.current_stream(self._where).wait_event(last)
-            for each in self.leaving:
-                each.rows = ()
-            self._held = self._bytes = 0
-        return last
-
-    def hand_over(self, wait_for: Any = None) -> None:
-        """Hand over the rows that have left the device, in order. `wait_for`: an event of rows that are waited for."""
-        if wait_for is not None:
-            wait(wait_for)
-        while self.leaving and self.leaving[0].event.query():
-            if self._held == len(self.leaving):
-                self._held, self._bytes = self._held - 1, self._bytes - self.leaving[0].size
-            done = self.leaving.popleft()
-            done.then(done.began.elapsed_time(done.event) / 1000)
-
-    def _come_after(self, first: _Leaving) -> None:
-        """Have the computing queue come after the first rows that hold memory, which it may then use again."""
-        self._device.current_stream(self._where).wait_event(first.event)
-        first.rows = ()
-        self._held, self._bytes = self._held - 1, self._bytes - first.size
+def _stacked(layers: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Stack keys and values [rows, kv_heads, head_dim] of layers: [layers, rows, 2, kv_heads, head_dim]."""
+    return torch.stack([torch.stack(of_layers) for of_layers in zip(*layers, strict=True)], 2)
 
 
 def _bytes(rows: Tensor) -> Bytes:
@@ -154,7 +73,7 @@ class Tee:
         """`arena`: the store's slots, [layers, 2, slots, 64, kv_heads, stored width], locked where the device is not the CPU."""
         self._store = store
         self._dtype = kv_dtype = arena.dtype
-        self._exit = None if shape.device.type == "cpu" else Exit(shape.device)
+        self._exit = None if shape.device.type == "cpu" else RowExit(shape.device)
         self._slots = arena.flatten(2, 3)  # rows of a layer's slots, one slot after another
         self._tail = torch.empty(
             (shape.layers, 2, max_batch + 1, FLUSH_ROWS, shape.kv_heads, stored_width(shape.head_dim, kv_dtype)),
@@ -169,6 +88,7 @@ class Tee:
         self._tail_index: Sequence[Tensor] = ()  # the same, where the rows are
         self._in_order = True  # decoded rows are the first of the batch, one after another
         self._decoded: list[tuple[Tensor, Tensor]] = [(self._tail[:0], self._tail[:0])] * shape.layers  # of this step
+        self._kept = 0  # layers of this step whose decoded rows are in their lanes
         self._joined: Any = None  # event: of the rows that the computing queue comes after
 
     def begin(self, prefills: list[tuple[slice, Save]], decodes: list[tuple[int, int, Save]]) -> None:
@@ -196,9 +116,10 @@ class Tee:
         self.index = tuple(map(torch.tensor, (rows, lanes, places))) if rows else ()
         self._tail_index = ()
 
-    def use(self, index: Sequence[Tensor], in_order: bool = False) -> None:
-        """Take `index` as it has come to the device, before the first layer. `in_order`: its rows are all of the batch's, in order."""
-        self._tail_index, self._in_order = index, in_order or self._in_order
+    def use(self, index: Sequence[Tensor], in_order: bool = False, kept: int = 0) -> None:
+        """Take `index` as it has come to the device, before the first layer. `in_order`: its rows are all of the batch's, in order. `kept`:
+        layers that have been kept."""
+        self._tail_index, self._in_order, self._kept = index, in_order or self._in_order, kept
 
     @property
     def nowhere(self) -> tuple[int, int]:
@@ -229,7 +150,7 @@ class Tee:
         """Save keys (un-rotated) and values [layers, tokens, 2, kv_heads, head_dim] of the flattened batch of a step that decodes
         alone."""
         if self._tail_index:
-            self._keep(rows, self._in_order and rows.shape[1] == len(self._tail_index[0]))
+            self._keep(rows, 0, self._tail_index, self._in_order and rows.shape[1] == len(self._tail_index[0]))
 
     def layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Save `keys` (un-rotated) and `values` [tokens, kv_heads, head_dim] of the step's flattened batch.
@@ -241,8 +162,8 @@ class Tee:
             # A view keeps the rows of the whole batch, which are few where all of them decode.
             self._decoded[layer] = (keys, values) if len(rows) == len(keys) else (keys[rows], values[rows])
             if layer + 1 == len(self._decoded):
-                found = torch.stack([torch.stack(of_layers) for of_layers in zip(*self._decoded, strict=True)], 2)
-                self._keep(found, self._in_order or len(rows) < len(keys))
+                picked = self._in_order or len(rows) < len(keys)
+                self._keep(_stacked(self._decoded[self._kept :]), self._kept, self._tail_index, picked)
         for each in self._prefills:
             if layer < each.layers:  # the layer left in an earlier attempt at this step
                 continue
@@ -264,13 +185,38 @@ class Tee:
         then = partial(self._store.placed, save.draft, save.draft_row, save.rows, 1)
         self._exit.copy(pairs, then, self._store.write_buffer)
 
-    def _keep(self, found: Tensor, picked: bool) -> None:
-        """Copy keys and values of all layers [layers, rows, 2, kv_heads, head_dim] to their lanes: a few calls for a step, where four for
-        each layer took 250 us to their 30 (22 layers, one row, one core). `picked`: the rows are those that decode, in the order of the
-        lanes; otherwise those of the batch."""
-        rows, lanes, places = self._tail_index
+    def keep(self, first: int, new: Sequence[tuple[Tensor, Tensor]], index: Sequence[Tensor], into: Tensor) -> None:
+        """Copy keys (un-rotated) and values [rows, kv_heads, head_dim] of layers from `first` on to lanes, by an index of all rows in order,
+        and to `into` [layers, 2, rows, kv_heads, stored width]."""
+        into.copy_(self._keep(_stacked(new), first, index, True))
+
+    def leave(self, first: int, stop: int, block: Tensor) -> Any:
+        """Have prefilled rows of layers [first, stop) leave the device for their slots: from `block` [layers, 2, rows, kv_heads, stored width],
+        of the step's flattened batch. Returns an event: they have left; None if there are none."""
+        event = None
+        for each in self._prefills:
+            save, begin = each.save, max(first, each.layers)
+            if begin < stop and self._exit is not None:
+                found = block[:, :, each.rows]
+                pairs = [
+                    (plane[to : to + end - start], rows[start:end])
+                    for layer in range(begin, stop)
+                    for plane, rows in zip(self._slots[layer], found[layer - first], strict=True)
+                    for start, end, to in slot_runs(save.slots, save.draft_row, save.rows)
+                ]
+                then = partial(self._store.placed, save.draft, save.draft_row, save.rows, stop - begin)
+                event = self._exit.copy(pairs, then)
+                each.layers = stop
+        return event
+
+    def _keep(self, found: Tensor, first: int, index: Sequence[Tensor], picked: bool) -> Tensor:
+        """Copy keys and values of layers from `first` on [layers, rows, 2, kv_heads, head_dim] to their lanes: a few calls for a step, where
+        four for each layer took 250 us to their 30 (22 layers, one row, one core). `picked`: the rows are those that decode, in the order of
+        the lanes; otherwise those of the batch. Returns them as they are stored: [layers, 2, rows, kv_heads, stored width]."""
+        rows, lanes, places = index
         stored = narrowed(found.flatten(0, 2), self._dtype).view(*found.shape[:4], -1).transpose(1, 2)
-        self._tail[:, :, lanes, places] = stored if picked else stored[:, :, rows]
+        self._tail[first : first + len(found), :, lanes, places] = stored if picked else stored[:, :, rows]
+        return stored
 
     def cut(self, rows: int) -> None:
         """Cut the batch to its first `rows` rows, because the step is attempted again without the others. Zeros are saved for

@@ -22,11 +22,10 @@ from afterglow.kernels.attention import attend, merge_into
 from afterglow.kernels.built import Native, native
 from afterglow.kernels.context_pages import Pages
 from afterglow.kernels.device_reads import MOST_SHARED, DeviceReads
-from afterglow.kernels.paged_parts import PagedPart, part_of
+from afterglow.kernels.paged_parts import DECODED, PagedPart, part_of
 from afterglow.kernels.sending import on_device
 
 LANES = 16  # head_dim must be a multiple
-DECODED = 16  # rows of a reply in a decode step, with those of guesses, at most
 TILE = 64  # queries of a prefill that are computed together: their results stay in the second cache
 
 
@@ -62,10 +61,10 @@ class Read(NamedTuple):
         for at, query in enumerate(self.queries):
             yield Read(self.pages, self.start, first + at, (query,), self.window > 0, self.window)
 
-    def part(self) -> PagedPart | None:
-        """Return what a kernel for CUDA reads if few queries do, else None."""
+    def part(self, most: int | None = None) -> PagedPart | None:
+        """Return what a kernel for CUDA reads if few queries do, `most` of them; else None."""
         n = len(self.queries)
-        if self.start >= self.stop or n > (DECODED if self.causal else MOST_SHARED):
+        if self.start >= self.stop or n > (most or (DECODED if self.causal else MOST_SHARED)):
             return None
         return part_of(*self)
 

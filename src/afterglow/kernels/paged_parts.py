@@ -19,6 +19,7 @@ from afterglow.kernels.sending import on_device
 CHUNK = 256  # rows of a task, where few queries read them
 CHUNK_PAGES = CHUNK // PAGE_ROWS
 WIDE_CHUNK = 512  # where many do: what tasks write stays small beside what they read
+DECODED = 16  # rows of a reply in a decode step, with those of guesses, at most
 NARROW, WIDE = 32, 64  # rows of scores of a task: queries, with all heads of a group
 FIELDS = 12  # of a task: see `PartTables`
 UNSEEN = 2**40  # rows, more than there are
@@ -141,7 +142,7 @@ class PartLists:
 
     def _add(self, part: PagedPart, group: int, results: dict[int, list[int]]) -> None:
         n = len(part.queries)
-        wide = not part.causal and n * group > NARROW
+        wide = n > DECODED if part.causal else n * group > NARROW
         chunk = WIDE_CHUNK if wide else CHUNK
         first, last = part.start // chunk, -(-part.stop // chunk)
         splits = last - first
@@ -152,7 +153,8 @@ class PartLists:
             few = min(size, n - at)
             for split in range(splits):
                 start = max(part.start, (first + split) * chunk)
-                stop = min(part.stop, (first + split + 1) * chunk)
+                # The last query sees no row after its own.
+                stop = min(part.stop, (first + split + 1) * chunk, own + at + few)
                 self._tasks += (
                     *(len(self._pages), start, stop, len(self._queries) + at, few),
                     *(own + at if part.causal else own, window),

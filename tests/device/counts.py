@@ -1,7 +1,7 @@
 """`python -m tests.device.counts`: what a step asks of a CUDA device, by the number of requests in it, as a table.
 
 Counted on the pretend device, with a model of two layers, so no figure depends on the machine. With TRITON_INTERPRET=1 Triton's kernels run,
-in its interpreter, for two of the batches: others take it long.
+in its interpreter, for two of the batches, with shorter prompts: others take it long.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ COLUMNS = ("launches", "copies to device", "copies to host", "synchronisations",
 KINDS = {
     "decode": "decode",
     "decode, blocks leave": "decode, every 16th: rows leave for host memory",
-    "prefill": "prefill of 40 tokens each",
+    "prefill": "prefill of {new} tokens each",
     "reuse": "the same, behind 64 reused tokens each",
 }
 
 
-def measure(device: str, folder: Path, batches: Sequence[int] = BATCHES) -> dict[str, Any]:
-    """Count the steps of batches, after the same that warm up. To be called where the pretend device is installed."""
+def measure(device: str, folder: Path, batches: Sequence[int] = BATCHES, new: int = 40) -> dict[str, Any]:
+    """Count the steps of batches whose prompts have `new` tokens that are not reused, after the same that warm up. To be called where the
+    pretend device is installed."""
     from tests.device import scenes
     from tests.device.watching import watch
 
@@ -38,7 +39,7 @@ def measure(device: str, folder: Path, batches: Sequence[int] = BATCHES) -> dict
     first = count(3)  # no prompt begins as another one, so that none reuses what was not meant
     for number, batch in enumerate((*batches, *batches)):
         for kind in ("prefill", "reuse"):
-            rows = 104 if kind == "reuse" else 40
+            rows = new + 64 * (kind == "reuse")
             prompts = [[next(first), *scenes.draw(100 * number + i, rows - 1)] for i in range(batch)]
             if kind == "reuse":  # the first 64 rows are in host memory
                 scenes.ask(engine, [prompt[:64] for prompt in prompts], tokens=1)
@@ -53,7 +54,7 @@ def measure(device: str, folder: Path, batches: Sequence[int] = BATCHES) -> dict
             most = max(most, *(step.counts["synchronisations"] for step in watch.steps))
             waits |= {line for step in watch.steps for what, line in step.lines if what == "synchronisations"}
     engine.close()
-    return {"rows": found, "waits": sorted(waits), "most": most}
+    return {"rows": found, "waits": sorted(waits), "most": most, "new": new}
 
 
 def _typical(kind: str, batch: int, steps: list[Any]) -> list[Any]:
@@ -88,11 +89,13 @@ def table(found: dict[str, Any]) -> str:
         for batch in BATCHES:
             row = found["rows"].get(f"{kind} {batch}")
             if row is not None:
-                lines.append(f"| {title} | {batch} | " + " | ".join(str(row[key]) for key in COLUMNS) + " |")
+                lines.append(
+                    f"| {title.format(**found)} | {batch} | " + " | ".join(str(row[key]) for key in COLUMNS) + " |"
+                )
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    result = counted("few_counts" if os.environ.get("TRITON_INTERPRET") == "1" else "counts")
+    result = counted("triton_counts" if os.environ.get("TRITON_INTERPRET") == "1" else "counts")
     print(table(result))
     print(f"\nwaiting function: {', '.join(result['waits'])}; most synchronisations of any step: {result['most']}")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from afterglow.config import CacheConfig, EngineConfig
-from afterglow.engine import hardware, setup, token_outputs
+from afterglow.engine import hardware, prefill_pass, setup, token_outputs
 from afterglow.engine.engine import Engine
 from afterglow.engine.gather import BatchEntry, Gatherer
 from afterglow.engine.transfers import StepInputs
@@ -239,13 +239,19 @@ def counts(device: str, folder: Path) -> Any:
 
 
 def fewest_counts(device: str, folder: Path) -> Any:
-    """The same of two requests alone."""
-    return measure(device, folder, (2,))
+    """The same of two requests alone, and few rows, which have graphs where Triton's kernels run."""
+    return measure(device, folder, (2,), new=8)
 
 
 def few_counts(device: str, folder: Path) -> Any:
     """The same of two small batches."""
     return measure(device, folder, (2, 8))
+
+
+def triton_counts(device: str, folder: Path) -> Any:
+    """The same of few rows for two small batches, all of which have graphs."""
+    with mock.patch.object(prefill_pass, "ROWS", (16, 64)):
+        return measure(device, folder, (2, 8), new=8)
 
 
 def mixed(device: str, folder: Path) -> list[str]:

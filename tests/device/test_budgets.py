@@ -13,18 +13,22 @@ from tests.device.watching import Watch
 
 LAYERS = 2
 LAUNCHES = 5  # of each request in each layer: two rows stored, one attention, its result put in its place
+# What steps with two prefills launch beside a graph: where their rows of two layers go, and which ones tokens are drawn from.
+GRAPHS = 12
 ONE_PLACE = ["engine/transfers.py:wait"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed (the extra gpu)")
 def test_triton_steps_wait_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables of attention and of new rows, which no graph has, are sent without waiting as well: also in prefills."""
+    """Tables are sent without waiting as well, and prefills of few rows ask for little more than decoding does."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     found = counted("fewest_counts")
     rows: dict[str, dict[str, Any]] = found["rows"]
     assert found["waits"] == ONE_PLACE
     assert {row["synchronisations"] for row in rows.values()} == {found["most"]} == {1}
     assert {row["pinned allocations"] for row in rows.values()} == {0}
+    launches = {name: row["launches"] for name, row in rows.items()}
+    assert launches["prefill 2"] <= launches["decode 2"] + GRAPHS
 
 
 def test_steps_with_shared_rows_and_draws_wait_once() -> None:

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from afterglow.config import CacheConfig, EngineConfig
-from afterglow.engine.sizes import pass_bytes
+from afterglow.engine.kv_shape import KVShape
+from afterglow.engine.prefill_pass import Between
+from afterglow.engine.sizes import pass_bytes, recorded_bytes
 from afterglow.errors import ConfigError
 from afterglow.model.presets import PRESETS
 from afterglow.model.spec import ExpertsSpec
@@ -20,12 +22,14 @@ GiB, MiB = 2**30, 2**20
 
 # Of `tiny` in float32: hidden 64, MLP 128, 4 query heads and 2 of keys and values of 16 each, 512 words, 2 layers.
 ROW = 4 * (4 * 64 + 3 * 128 + (2 * (4 + 2 * 2) + 2 * 4) * 16)
+HANDED_ON = 512 * (2 * 64 * 4 + 2 * 2 * 2 * 2 * 16 * 4)  # between graphs of 2 layers
+RECORDED = HANDED_ON + 512 * ROW + 4096 * 4 * 17 * 4
 REQUEST = 512 * (4 + 3 * 4) + 16 * 2 * 2 * 2 * 16 * 4
 
 
 def test_a_gpu_gives_what_its_weights_and_a_pass_leave(tmp_path: Path) -> None:
-    auto = int(0.9 * GiB) - (2048 + 128) * ROW - 128 * REQUEST
-    few = int(0.9 * GiB) - (4096 + 3) * ROW - 3 * REQUEST
+    auto = int(0.9 * GiB) - (2048 + 128) * ROW - 128 * REQUEST - RECORDED
+    few = int(0.9 * GiB) - (4096 + 3) * ROW - 3 * REQUEST - RECORDED
     found, _ = play("fitting", "cuda", tmp_path / "cuda")
     assert found[0] == [auto, 0, 128, 2048]
     assert found[1] == [few, 0, 3, 4096], "a longer chunk, for fewer requests"
@@ -62,6 +66,18 @@ def test_what_a_pass_needs() -> None:
     wide = ExpertsSpec(count=4, chosen=2, ffn=32, layers=(0,), shared_ffn=256)
     mixed = pass_bytes(replace(tiny, experts=wide), torch.float32, 1, 512)
     assert mixed == pass_bytes(tiny, torch.float32, 1, 512) + 2049 * 4 * 3 * 128, "of the widest MLP"
+
+
+def test_what_graphs_keep() -> None:
+    tiny = PRESETS["tiny"]
+    assert recorded_bytes(tiny, torch.float32, 128) == RECORDED
+    shape = KVShape(2, 2, 16, torch.float32, torch.device("cpu"))
+    between = Between(shape, tiny.hidden, torch.float32)
+    assert sum(each.nbytes for each in (between.x, between.normed, between.new(0), between.new(1))) == HANDED_ON
+    few = replace(tiny, layers=7)
+    assert recorded_bytes(few, torch.float32, 128) == RECORDED + HANDED_ON - 512 * 2 * 64 * 4, (
+        "of 4 layers, however many there are"
+    )
 
 
 @pytest.mark.parametrize("size", [-1, 1.5, "8G", True, None])

@@ -12,7 +12,7 @@ from afterglow.engine.cached_attention import RelayAttend, RelayGroup
 from afterglow.engine.gather import BatchEntry
 from afterglow.engine.static_pass import Kept, Size, Static, StaticNumbers
 from afterglow.kernels.no_memory import ran_out
-from afterglow.kernels.sending import on_device
+from afterglow.kernels.sending import on_device, whole
 from afterglow.plan.step import Run
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128)  # rows of a pass; above, multiples of 64
@@ -146,7 +146,7 @@ class DecodePasses:
         ids = tokens.tolist() if tokens.device.type == "cpu" else [0] * rows
         numbers = static.numbers(ids, entries, saved, tables, size)
         chosen = self._kept.of(size)
-        static.inputs.send(torch.tensor(numbers), into=chosen.numbers.all)
+        static.inputs.send(whole(numbers), into=chosen.numbers.all)
         if tokens.device.type != "cpu":
             chosen.numbers.all[:rows].copy_(tokens)
         hidden = self._kept.launch(chosen.run)

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from afterglow.engine.cached_attention import RelayAttend, RelayGroup
 from afterglow.engine.gather import BatchEntry
+from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.static_pass import Kept, Size, Static, StaticNumbers
+from afterglow.kernels.sending import whole
 from afterglow.kernels.stored_rows import stored_width
 from afterglow.model.decoder import Hidden
 
@@ -27,10 +29,9 @@ class Between:
     """Hold what graphs hand on: a pass's rows between layers, and new rows of the last layers, which leave while the next ones are computed.
     The memory is the same for all passes, since one runs after another."""
 
-    def __init__(self, static: Static, kv_dtype: torch.dtype) -> None:
-        shape, hidden = static.shape, static.decoder.spec.hidden
+    def __init__(self, shape: KVShape, hidden: int, kv_dtype: torch.dtype) -> None:
         self.layers = min(LAYERS, shape.layers)
-        self.x, self.normed = torch.empty((2, ROWS[-1], hidden), dtype=static.decoder.dtype, device=shape.device)
+        self.x, self.normed = torch.empty((2, ROWS[-1], hidden), dtype=shape.dtype, device=shape.device)
         width = stored_width(shape.head_dim, kv_dtype)
         size = (2, self.layers, 2, ROWS[-1], shape.kv_heads, width)
         self._new = torch.empty(size, dtype=kv_dtype, device=shape.device)
@@ -114,7 +115,7 @@ class PrefillPasses:
 
     def __init__(self, static: Static, kv_dtype: torch.dtype) -> None:
         self._static = static
-        between = Between(static, kv_dtype)
+        between = Between(static.shape, static.decoder.spec.hidden, kv_dtype)
         self._kept = Kept(lambda size: PrefillPass(static, size, between))
         self.counts = self._kept.counts  # passes that were launched, and that were left between layers
 
@@ -131,7 +132,7 @@ class PrefillPasses:
         size = Size(most, tuple(each.sizes.rounded(most) for each in tables))
         numbers = static.numbers(ids, entries, static.tee.places(len(ids)), tables, size)
         chosen = self._kept.of(size)
-        static.inputs.send(torch.tensor(numbers), into=chosen.numbers.all)
+        static.inputs.send(whole(numbers), into=chosen.numbers.all)
         hidden = self._kept.launch(lambda record: chosen.run(record, entries))
         if hidden is None:
             return None

@@ -10,6 +10,7 @@ import torch
 from afterglow.choices import SizeOrAuto
 from afterglow.config import BLOCK_ROWS, DEVICE_CACHE, MAX_EXTENT_ROWS, EngineConfig, format_size
 from afterglow.engine.hardware import free_on
+from afterglow.engine.prefill_pass import LAYERS, MOST_RESULTS, ROWS
 from afterglow.engine.tee import FLUSH_ROWS
 from afterglow.errors import ConfigError
 from afterglow.kernels.device_products import PIECE
@@ -67,7 +68,8 @@ def sizes(config: EngineConfig, decoder: Decoder, layout: KVLayout) -> Sizes:
     batch, chunk = config.batch_on(decoder.device.type), config.chunk_on(decoder.device.type)
     held = held_rows(spec, config, chunk)
     needed = pass_bytes(spec, decoder.dtype, batch, chunk, widened=decoder.quantization != "none")
-    budget = _device_bytes(cache.device_cache, decoder, needed)
+    recorded = recorded_bytes(spec, decoder.dtype, layout.row_bytes)
+    budget = _device_bytes(cache.device_cache, decoder, needed + recorded)
     block_bytes = arena_bytes(layout, 1)
     extents = 1 - config.importance_share if layout.probe_heads else 1.0  # the rest of each budget is for chunks
     host_slots = int(cache.host_cache * extents) // block_bytes if cache.reuse else 0
@@ -129,13 +131,27 @@ def pass_bytes(
     in `dtype` and DRAWING times in float32, and FLUSH_ROWS rows of all layers that wait to leave for host. `widened`: PIECE weights at a time are widened, twice in
     float32 and then in `dtype`.
     """
-    wide = max((spec.ffn, *((spec.experts.ffn, spec.experts.shared_ffn) if spec.experts is not None else ())))
-    heads = 2 * (spec.heads + 2 * spec.kv_heads) + 2 * spec.heads
-    row = 4 * spec.hidden + (3 if spec.gated_mlp else 2) * wide + heads * spec.head_dim
+    row = _row_numbers(spec)
     waiting = FLUSH_ROWS * spec.layers * 2 * spec.kv_heads * spec.head_dim
     request = spec.vocab * (dtype.itemsize + 4 * DRAWING) + waiting * dtype.itemsize
     piece = PIECE * (8 + dtype.itemsize) if widened else 0
     return int(piece + (max(IDLE_PREFILL, prefill_chunk) + max_batch) * row * dtype.itemsize + max_batch * request)
+
+
+def recorded_bytes(spec: ModelSpec, dtype: torch.dtype, row_bytes: int) -> int:
+    """Compute about how much device memory the graphs of steps with few rows keep (see `engine.prefill_pass`): what graphs hand on, and
+    what the largest computes with. `row_bytes`: of a row's keys, or values, in a layer, as they are stored."""
+    layers = min(LAYERS, spec.layers)
+    handed_on = ROWS[-1] * (2 * spec.hidden * dtype.itemsize + 2 * layers * 2 * row_bytes)
+    results = MOST_RESULTS * spec.heads * (spec.head_dim + 1) * 4
+    return int(handed_on + ROWS[-1] * _row_numbers(spec) * dtype.itemsize + results)
+
+
+def _row_numbers(spec: ModelSpec) -> int:
+    """Count the numbers that a row takes in a pass: see `pass_bytes`."""
+    wide = max((spec.ffn, *((spec.experts.ffn, spec.experts.shared_ffn) if spec.experts is not None else ())))
+    heads = 2 * (spec.heads + 2 * spec.kv_heads) + 2 * spec.heads
+    return int(4 * spec.hidden + (3 if spec.gated_mlp else 2) * wide + heads * spec.head_dim)
 
 
 def held_rows(spec: ModelSpec, config: EngineConfig, prefill_chunk: int) -> Held:

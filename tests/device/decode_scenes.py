@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from afterglow.engine import decode_pass, prefill_pass
+from afterglow.engine import prefill_pass, static_pass
 from afterglow.engine.engine import Engine
 from afterglow.kernels import device_experts
 from afterglow.request import Output, Request, SamplingParams
@@ -170,7 +170,7 @@ def refused(device: str, folder: Path) -> Any:
     prompts = [(draw(30 + i, 20), greedy(12)) for i in range(2)]
     with mock.patch.object(torch.cuda.CUDAGraph, "capture_begin", fails):
         found = answers(engine, prompts)
-    with mock.patch.object(decode_pass.DeviceReads, "attend", return_value=False):
+    with mock.patch.object(static_pass.DeviceReads, "attend", return_value=False):
         found += answers(engine, [(draw(50 + i, 20), greedy(12)) for i in range(3)])
     found += answers(engine, prompts)
     return result(engine, found)
@@ -181,14 +181,14 @@ def no_memory_to_record(device: str, folder: Path) -> Any:
     from tests.device.watching import watch
 
     engine = load(device, folder, relay="off", max_batch=2)
-    attend = decode_pass.DeviceReads.attend
+    attend = static_pass.DeviceReads.attend
 
-    def runs_out(self: decode_pass.DeviceReads, *reading: Any) -> bool:
+    def runs_out(self: static_pass.DeviceReads, *reading: Any) -> bool:
         if watch.recorded is not None and watch.counts["recordings"] == 1:
             raise torch.OutOfMemoryError("CUDA out of memory (made up)")
         return attend(self, *reading)
 
-    with mock.patch.object(decode_pass.DeviceReads, "attend", runs_out), mock.patch.object(decode_pass, "AGAIN", 5):
+    with mock.patch.object(static_pass.DeviceReads, "attend", runs_out), mock.patch.object(static_pass, "AGAIN", 5):
         found = answers(engine, [(draw(70 + i, 9), greedy(24)) for i in range(2)])
     return result(engine, found)
 
@@ -287,3 +287,10 @@ def halves(device: str, folder: Path) -> Any:
         if watch.racing:
             watch.look_for_races()
         return result(engine, answers(engine, [(draw(i, 7), greedy(1)) for i in range(3)]))
+
+
+def evicted(device: str, folder: Path) -> Any:
+    """Prompts of two sizes in turn, where the passes of one are kept, and no reply has one: all graphs go before others are recorded."""
+    with mock.patch.object(prefill_pass, "MOST_PASSES", 1), mock.patch.object(prefill_pass, "LAYERS", 1):
+        engine = load(device, folder, relay="off", max_batch=1, speculate="off")
+        return result(engine, answers(engine, [(draw(i, 7 + 8 * (i // 2 % 2)), greedy(1)) for i in range(6)]))

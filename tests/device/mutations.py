@@ -37,14 +37,12 @@ SCENES = (
         tuple(
             f"{INTERPRETED}{scene}"
             for scene in (
-                *(
-                    "kernels",
-                    "stored",
-                    "block_scenes.products",
-                    "decode_scenes.racing",
-                    "decode_scenes.halves",
-                    "mixture",
-                ),
+                "kernels",
+                "stored",
+                "block_scenes.products",
+                "decode_scenes.racing",
+                "decode_scenes.halves",
+                "mixture",
             )
         )
         if find_spec("triton") is not None

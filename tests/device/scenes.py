@@ -107,7 +107,7 @@ def stored(device: str, folder: Path) -> list[Any]:
     """Rows in 8 bits that come from host memory and disk; and how often Triton's kernel read them."""
     from tests.device.watching import watch
 
-    engine = load(device, folder, kv_dtype="int8")
+    engine = load(device, folder, kv_dtype="int8", relay="off")
     prefix = draw(6, 80)
     found = ask(engine, [prefix], tokens=2)
     for tier in ("host", "disk"):
@@ -123,7 +123,7 @@ def mixture(device: str, folder: Path) -> list[Any]:
     from tests.device.watching import watch
 
     model = write_model({**FAMILIES["mixtral"], "vocab_size": 256}, folder / "model")
-    engine = load(device, folder, model)
+    engine = load(device, folder, model, relay="off")
     found = ask(engine, [draw(3, 20)], tokens=3)
     engine.close()
     return [*found, watch.counts["launches of _expert_wide"]]
@@ -341,7 +341,7 @@ def full_buffer(device: str, folder: Path) -> Any:
     engine.settle()
     engine.demote("host")
     found += ask(engine, [[*prompt, *draw(2, 70)]], tokens=1)
-    staged = watch.lines["pinned allocations", "engine/tee.py:stage"]
+    staged = watch.lines["pinned allocations", "engine/row_exit.py:stage"]
     engine.close()
     return {"races": watch.races, "answers": found, "staged": staged}
 

@@ -23,7 +23,7 @@ GiB, MiB = 2**30, 2**20
 # Of `tiny` in float32: hidden 64, MLP 128, 4 query heads and 2 of keys and values of 16 each, 512 words, 2 layers.
 ROW = 4 * (4 * 64 + 3 * 128 + (2 * (4 + 2 * 2) + 2 * 4) * 16)
 HANDED_ON = 512 * (2 * 64 * 4 + 2 * 2 * 2 * 2 * 16 * 4)  # between graphs of 2 layers
-RECORDED = HANDED_ON + 512 * ROW + 4096 * 4 * 17 * 4
+RECORDED = HANDED_ON + 3 * 512 * ROW + 4096 * 4 * 17 * 4
 REQUEST = 512 * (4 + 3 * 4) + 16 * 2 * 2 * 2 * 16 * 4
 
 
@@ -74,6 +74,7 @@ def test_what_graphs_keep() -> None:
     shape = KVShape(2, 2, 16, torch.float32, torch.device("cpu"))
     between = Between(shape, tiny.hidden, torch.float32)
     assert sum(each.nbytes for each in (between.x, between.normed, between.new(0), between.new(1))) == HANDED_ON
+    assert recorded_bytes(tiny, torch.float32, 128, widened=True) == RECORDED + 2**24 * 12
     few = replace(tiny, layers=7)
     assert recorded_bytes(few, torch.float32, 128) == RECORDED + HANDED_ON - 512 * 2 * 64 * 4, (
         "of 4 layers, however many there are"

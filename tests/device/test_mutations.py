@@ -24,8 +24,8 @@ def test_no_stream_uses_memory_before_another_is_done_with_it(scene: str, tmp_pa
 @pytest.mark.parametrize(
     ("file", "wait", "scene", "race"),
     [
-        pytest.param("tee", "wait_event(last)", "races", "memory is used again", marks=pytest.mark.long),
-        ("tee", "wait_event(first.event)", "full_buffer", "memory is used again"),
+        pytest.param("row_exit", "wait_event(last)", "races", "memory is used again", marks=pytest.mark.long),
+        ("row_exit", "wait_event(first.event)", "full_buffer", "memory is used again"),
         pytest.param("gather", "wait(self._last)", "no_memory", "does not wait for copy_", marks=pytest.mark.long),
         pytest.param("read_buffer", "wait(self._left)", "read_ahead", "the store fills slots", marks=pytest.mark.long),
         ("transfers", "wait(own.sent)", "sending", "cat on stream -1"),  # written to as `out=`
@@ -36,7 +36,7 @@ def test_no_stream_uses_memory_before_another_is_done_with_it(scene: str, tmp_pa
             id="triton",
         ),
         pytest.param(
-            *("prefill_pass", "wait_event(left)", "interpreted decode_scenes.halves", "does not wait for copy_"),
+            *("prefill_pass", "wait_event(sent)", "interpreted decode_scenes.halves", "does not wait for copy_"),
             marks=pytest.mark.skipif(find_spec("triton") is None, reason="no Triton"),
             id="triton halves",
         ),

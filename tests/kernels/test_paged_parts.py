@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import torch
 
+from afterglow.engine import prefill_pass
 from afterglow.engine.decode_pass import BATCHES, MOST_PASSES
+from afterglow.engine.prefill_pass import MOST_RESULTS, ROWS, size_of
+from afterglow.engine.static_pass import Size
 from afterglow.kernels.paged_parts import PagedPart, PartLists, TableSizes
 
 DATA = torch.empty(1, 2, 8, 64, 128, dtype=torch.bfloat16)
@@ -41,3 +45,26 @@ def test_rows_that_many_queries_read_have_room() -> None:
     sizes = tables.sizes.rounded(128)
     assert all(room >= there for room, there in zip(sizes, tables.sizes, strict=True))
     assert len(tables.numbers(sizes)) == sizes.total
+
+
+def test_turns_of_any_length_have_few_sizes_of_passes() -> None:
+    """Turns of 10 to 400 tokens behind up to 6,000, beside up to 32 replies."""
+    rng = random.Random(0)
+    found: Counter[Size] = Counter()
+    for _ in range(1000):
+        past, new, replies = rng.randrange(6000), rng.randint(10, 400), rng.randrange(33)
+        pages = [0] * -(-(past + new) // 64)
+        turn = PagedPart(DATA, pages, 0, past + new, range(replies, replies + new), (1, 1, 1), True)
+        own = [
+            PagedPart(DATA, [0] * 47, 0, rng.randrange(500, 3000), (row,), (1, 1, 1), True) for row in range(replies)
+        ]
+        most = next(each for each in ROWS if replies + new <= each)
+        tables = PartLists([*own, turn], 4, DATA)
+        size = size_of(most, [tables])
+        assert (size is None) == (tables.sizes.results > MOST_RESULTS)
+        if size is not None:
+            assert all(room >= there for room, there in zip(size.tables[0], tables.sizes, strict=True))
+            assert len(tables.numbers(size.tables[0])) == size.tables[0].total
+            found[size] += 1
+    assert len(found) < prefill_pass.MOST_PASSES
+    assert sum(found.values()) - 2 * len(found) > 0.9 * sum(found.values()), "nine of ten are replayed"

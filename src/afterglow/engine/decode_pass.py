@@ -10,11 +10,12 @@ from torch import Tensor
 
 from afterglow.engine.cached_attention import RelayAttend, RelayGroup
 from afterglow.engine.gather import BatchEntry
-from afterglow.engine.static_pass import Kept, Size, Static, StaticNumbers
+from afterglow.engine.static_pass import PassCache, Size, Static, StaticNumbers
 from afterglow.kernels.no_memory import ran_out
 from afterglow.kernels.sending import on_device, whole
 from afterglow.plan.step import Run
 
+MOST_PASSES = 32  # sizes that are kept
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128)  # rows of a pass; above, multiples of 64
 
 
@@ -64,9 +65,9 @@ class DecodePasses:
 
     def __init__(self, static: Static) -> None:
         self._static = static
-        self._kept = Kept(lambda size: DecodePass(static, size))
+        self._cache = PassCache(lambda size: DecodePass(static, size), MOST_PASSES)
         # Passes that were launched; passes launched ahead that were taken, and that were dropped.
-        self.counts = self._kept.counts
+        self.counts = self._cache.counts
         self._ahead: Ahead | None = None
 
     def hidden(self, runs: Sequence[Run], entries: list[BatchEntry], groups: list[RelayGroup]) -> Tensor | None:
@@ -137,7 +138,7 @@ class DecodePasses:
         """Run a pass. `tokens` int64 [requests], on the host or the device. `saved`: lanes of the tee, and places there."""
         static, rows = self._static, len(entries)
         most = next((each for each in BATCHES if rows <= each), -(-rows // 64) * 64)
-        if self._kept.off or most > static.decoder.static_rows:
+        if self._cache.off or most > static.rows:
             return None
         tables = static.tables(RelayAttend(entries, None, static.gatherer, static.tee, groups))
         if tables is None:
@@ -145,11 +146,11 @@ class DecodePasses:
         size = Size(most, tuple(each.sizes.rounded(most) for each in tables))
         ids = tokens.tolist() if tokens.device.type == "cpu" else [0] * rows
         numbers = static.numbers(ids, entries, saved, tables, size)
-        chosen = self._kept.of(size)
+        chosen = self._cache.of(size)
         static.inputs.send(whole(numbers), into=chosen.numbers.all)
         if tokens.device.type != "cpu":
             chosen.numbers.all[:rows].copy_(tokens)
-        hidden = self._kept.launch(chosen.run)
+        hidden = self._cache.launch(chosen.run)
         return None if hidden is None else hidden[:rows]
 
 

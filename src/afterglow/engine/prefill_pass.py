@@ -1,4 +1,4 @@
-"""Run steps of few rows on CUDA as graphs of some layers each: next turns of conversations, and replies with guesses (`static_pass`).
+"""Run steps of few rows on CUDA as graphs of some layers each: next turns of conversations, replies beside them, and guesses (`static_pass`).
 
 Between two graphs a step has the next layers' cached rows come, and the new rows of the last layers leave: both go on beside computing
 (CachedAttention §3.2). Larger prefills keep the device busy for longer than their launches take, and are launched kernel by kernel.
@@ -15,7 +15,8 @@ from torch import Tensor
 from afterglow.engine.cached_attention import RelayAttend, RelayGroup
 from afterglow.engine.gather import BatchEntry
 from afterglow.engine.kv_shape import KVShape
-from afterglow.engine.static_pass import Kept, Size, Static, StaticNumbers
+from afterglow.engine.static_pass import PassCache, Size, Static, StaticNumbers
+from afterglow.kernels.paged_parts import WIDE_CHUNK, PartLists
 from afterglow.kernels.sending import whole
 from afterglow.kernels.stored_rows import stored_width
 from afterglow.model.decoder import Hidden
@@ -23,6 +24,7 @@ from afterglow.model.decoder import Hidden
 ROWS = (16, 32, 64, 128, 192, 256, 384, 512)  # of a pass
 MOST_RESULTS = 4096  # of attention in a layer: queries, times the parts that their rows are read in
 LAYERS = 4  # of a graph
+MOST_PASSES = 64  # sizes that are kept
 
 
 class Between:
@@ -35,7 +37,7 @@ class Between:
         width = stored_width(shape.head_dim, kv_dtype)
         size = (2, self.layers, 2, ROWS[-1], shape.kv_heads, width)
         self._new = torch.empty(size, dtype=kv_dtype, device=shape.device)
-        self._left: list[Any] = [None, None]  # events: the new rows of a half have left
+        self._sent: list[Any] = [None, None]  # events: the new rows of a half have left
         self._device, self._where = torch.get_device_module(shape.device), shape.device
 
     def new(self, graph: int) -> Tensor:
@@ -44,12 +46,12 @@ class Between:
 
     def wait(self, graph: int) -> None:
         """Have the computing queue come after the rows that leave from where a graph puts its own."""
-        if (left := self._left[graph % 2]) is not None:
-            self._device.current_stream(self._where).wait_event(left)
+        if (sent := self._sent[graph % 2]) is not None:
+            self._device.current_stream(self._where).wait_event(sent)
 
-    def left(self, graph: int, event: Any) -> None:
-        """Note that a graph's rows have left after an event, None for none."""
-        self._left[graph % 2] = event
+    def sent(self, graph: int, event: Any) -> None:
+        """Note that a graph's new rows have left after an event, None for none."""
+        self._sent[graph % 2] = event
 
 
 class PrefillPass:
@@ -78,7 +80,7 @@ class PrefillPass:
                 break
             between.wait(graph)
             self._launch(graph, record)
-            between.left(graph, static.tee.leave(first, stop, between.new(graph)))
+            between.sent(graph, static.tee.send_layers(first, stop, between.new(graph)))
             static.gatherer.computed(stop - 1)
             done = stop
         return Hidden(between.x[: self._size], between.normed[: self._size], done)
@@ -105,7 +107,7 @@ class PrefillPass:
         else:
             hidden = static.decoder.begin(numbers.ids, numbers.positions)
         static.decoder.go_on(hidden, attend, stop=stop)
-        static.tee.keep(first, new, numbers.index, between.new(graph)[: stop - first, :, :rows])
+        static.tee.take_layers(first, new, numbers.index, between.new(graph)[: stop - first, :, :rows])
         x.copy_(hidden.x)
         normed.copy_(hidden.normed)
 
@@ -116,27 +118,38 @@ class PrefillPasses:
     def __init__(self, static: Static, kv_dtype: torch.dtype) -> None:
         self._static = static
         between = Between(static.shape, static.decoder.spec.hidden, kv_dtype)
-        self._kept = Kept(lambda size: PrefillPass(static, size, between))
-        self.counts = self._kept.counts  # passes that were launched, and that were left between layers
+        self._cache = PassCache(lambda size: PrefillPass(static, size, between), MOST_PASSES)
+        self.counts = self._cache.counts  # passes that were launched, and unfinished ones
 
     def hidden(self, ids: Sequence[int], entries: list[BatchEntry], groups: list[RelayGroup]) -> Hidden | None:
         """Take a step's rows, with tokens `ids`, through all layers, or through the first ones where the rest is to be computed in another
         way; None: through none. `groups`: of entries that read rows together."""
         static = self._static
         most = next((each for each in ROWS if len(ids) <= each), None)
-        if self._kept.off or most is None or most > static.decoder.static_rows:
+        if self._cache.off or most is None or most > static.rows:
+            return None
+        if sum((entry.stop - entry.start) * (entry.stop // WIDE_CHUNK) for entry in entries) > MOST_RESULTS:
             return None
         tables = static.tables(RelayAttend(entries, None, static.gatherer, static.tee, groups), ROWS[-1])
-        if tables is None or max(each.sizes.results for each in tables) > MOST_RESULTS:
+        size = None if tables is None else size_of(most, tables)
+        if tables is None or size is None:
             return None
-        size = Size(most, tuple(each.sizes.rounded(most) for each in tables))
         numbers = static.numbers(ids, entries, static.tee.places(len(ids)), tables, size)
-        chosen = self._kept.of(size)
+        chosen = self._cache.of(size)
         static.inputs.send(whole(numbers), into=chosen.numbers.all)
-        hidden = self._kept.launch(lambda record: chosen.run(record, entries))
+        hidden = self._cache.launch(lambda record: chosen.run(record, entries))
         if hidden is None:
             return None
-        self.counts["left"] += hidden.layer < static.shape.layers
+        self.counts["unfinished"] += hidden.layer < static.shape.layers
         if not hidden.layer:
             return None
         return Hidden(hidden.x[: len(ids)], hidden.normed[: len(ids)], hidden.layer)
+
+
+def size_of(rows: int, tables: Sequence[PartLists]) -> Size | None:
+    """Return the size of a pass that has room for tables; None for too large ones. All have as many results: no kernel touches those that
+    are too many, and there are fewer sizes."""
+    if max(each.sizes.results for each in tables) > MOST_RESULTS:
+        return None
+    sizes = (each.sizes.rounded(rows)._replace(order=MOST_RESULTS, results=MOST_RESULTS) for each in tables)
+    return Size(rows, tuple(sizes))

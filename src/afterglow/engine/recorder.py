@@ -34,6 +34,9 @@ class Recorder:
         self._index = device.index or 0
         self._stream = self._device.Stream(device)
         self._memory = torch.cuda.graph_pool_handle()
+        self._first: torch.cuda.CUDAGraph | None = (
+            None  # of the memory: torch records to none whose graphs are all gone
+        )
 
     def record(self, compute: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """Record what `compute` launches, without running it. Returns the graph, and the result, where each replay puts it.
@@ -57,6 +60,7 @@ class Recorder:
             if isinstance(error, RuntimeError):
                 raise NotRecorded(error) from error
             raise
+        self._first = self._first or graph
         return graph, found
 
     def _leave_memory(self) -> None:
@@ -64,4 +68,4 @@ class Recorder:
         freed, if the end of the recording failed; and it records to no memory whose only graph has failed."""
         with contextlib.suppress(RuntimeError, AttributeError):  # the recording has been ended; a torch without it
             torch._C._cuda_endAllocateToPool(self._index, self._memory)
-        self._memory = torch.cuda.graph_pool_handle()
+        self._memory, self._first = torch.cuda.graph_pool_handle(), None

@@ -16,7 +16,8 @@ from afterglow.engine.transfers import wait
 @dataclass(slots=True)
 class _Leaving:
     """Follow rows that leave the device. `began`, `event`: events before and after their copies. `then`: is called with the seconds that
-    these took. `there`: the host's memory that they come to. `rows`: the device's memory that is copied, until the computing queue comes after the copies anyway."""
+    these took. `there`: the host's memory that they come to. `rows`: the device's memory that is copied, until the computing queue comes
+    after the copies anyway."""
 
     began: Any
     event: Any

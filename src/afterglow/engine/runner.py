@@ -94,8 +94,7 @@ class TorchRunner:
             self._slot_prefault.reach(0)
         self._scores = scores
         self._selective = selective
-        # rows that separate passes may compute in a step while others decode; 0: any
-        self._chunk = size.prefill_chunk
+        self._chunk = size.prefill_chunk  # rows that separate passes may compute in a step while others decode; 0: any
         self.contexts = Contexts(self.shape, self._pool)
         self._selections: dict[int, PrefixSelection] = {}  # of prefixes that are not attended to as a whole, by job
         self._separate: dict[int, SeparatePass] = {}  # passes of their own that go on, by job
@@ -266,6 +265,7 @@ class TorchRunner:
         self._short = True
         self._pool.shrink()
         if self.decoder.device.type == "cuda":
+            self._tee.hand_over()  # rows that leave hold memory
             torch.cuda.empty_cache()
 
     def _forward(self, step: Step, runs: Sequence[Run], budget: WaitBudget, whole: bool) -> RunOutput:
@@ -325,7 +325,7 @@ class TorchRunner:
             return begun.normed if rows is None else begun.normed[on_device(rows, self.decoder.device)]
         numbers = torch.tensor(ids), torch.cat(positions), torch.tensor(rows or [], dtype=torch.int64)
         there, places, wanted, *index = self._inputs.send(*numbers, *self._tee.index)
-        self._tee.use(index, kept=0 if begun is None else begun.layer)
+        self._tee.use(index, in_lanes=0 if begun is None else begun.layer)
         attend = self._attend(entries, places, groups, exact)
         attend.beside = selecting
         hidden = begun or self.decoder.begin(there, places)

@@ -35,6 +35,7 @@ MIN_DEVICE_ROWS = 4 * BLOCK_ROWS
 READ_BUFFER_PART = 16  # of the device's budget, rows that are read ahead have a sixteenth
 READ_BUFFER_BYTES = 1 << 30  # and at most this: what a bus brings in the time of two or three steps
 FREE_PART = 0.9  # of a device's free memory; the rest is for what libraries and fragments take
+GROWN = 3  # graphs of all sizes take so many times as much memory as the largest
 DRAWING = 3  # float32 numbers for each logit, while tokens are drawn: logits, sorted, and probabilities
 
 
@@ -67,8 +68,9 @@ def sizes(config: EngineConfig, decoder: Decoder, layout: KVLayout) -> Sizes:
     row_bytes = spec.layers * 2 * spec.kv_heads * spec.head_dim * decoder.dtype.itemsize
     batch, chunk = config.batch_on(decoder.device.type), config.chunk_on(decoder.device.type)
     held = held_rows(spec, config, chunk)
-    needed = pass_bytes(spec, decoder.dtype, batch, chunk, widened=decoder.quantization != "none")
-    recorded = recorded_bytes(spec, decoder.dtype, layout.row_bytes)
+    widened = decoder.quantization != "none"
+    needed = pass_bytes(spec, decoder.dtype, batch, chunk, widened=widened)
+    recorded = recorded_bytes(spec, decoder.dtype, layout.row_bytes, widened=widened)
     budget = _device_bytes(cache.device_cache, decoder, needed + recorded)
     block_bytes = arena_bytes(layout, 1)
     extents = 1 - config.importance_share if layout.probe_heads else 1.0  # the rest of each budget is for chunks
@@ -138,13 +140,15 @@ def pass_bytes(
     return int(piece + (max(IDLE_PREFILL, prefill_chunk) + max_batch) * row * dtype.itemsize + max_batch * request)
 
 
-def recorded_bytes(spec: ModelSpec, dtype: torch.dtype, row_bytes: int) -> int:
+def recorded_bytes(spec: ModelSpec, dtype: torch.dtype, row_bytes: int, *, widened: bool = False) -> int:
     """Compute about how much device memory the graphs of steps with few rows keep (see `engine.prefill_pass`): what graphs hand on, and
-    what the largest computes with. `row_bytes`: of a row's keys, or values, in a layer, as they are stored."""
+    what they compute with: GROWN times what the largest does, since one finds no room in the memory of smaller ones. `row_bytes`: of a row's keys, or values, in a layer,
+    as they are stored. `widened`: as for `pass_bytes`."""
     layers = min(LAYERS, spec.layers)
     handed_on = ROWS[-1] * (2 * spec.hidden * dtype.itemsize + 2 * layers * 2 * row_bytes)
     results = MOST_RESULTS * spec.heads * (spec.head_dim + 1) * 4
-    return int(handed_on + ROWS[-1] * _row_numbers(spec) * dtype.itemsize + results)
+    piece = PIECE * (8 + dtype.itemsize) if widened else 0
+    return int(handed_on + GROWN * ROWS[-1] * _row_numbers(spec) * dtype.itemsize + results + piece)
 
 
 def _row_numbers(spec: ModelSpec) -> int:

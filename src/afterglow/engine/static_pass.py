@@ -30,11 +30,10 @@ from afterglow.model.decoder import Attention, Decoder
 
 log = logging.getLogger("afterglow.engine")
 
-MOST_PASSES = 32  # sizes that are kept, those used last
 AGAIN = 1024  # passes, after which one is recorded again where there was no memory for it
 
 Kind = tuple[bool, int]  # of layers that read the same rows: whether they hold the last ones alone, and their window
-Keep = Callable[[int, Tensor, Tensor], None]  # saves a layer's new keys (un-rotated) and values
+SaveLayer = Callable[[int, Tensor, Tensor], None]  # takes a layer, its new keys (un-rotated) and values
 Pass = TypeVar("Pass")
 Result = TypeVar("Result")
 
@@ -51,7 +50,8 @@ class NotStatic(Exception):
 
 
 class Static(NamedTuple):
-    """What all passes of an engine share. `base`: a row on the device, which is no context's. `layer_of`: one layer of each kind."""
+    """What all passes of an engine share. `base`: a row on the device, which is no context's. `layer_of`: one layer of each kind. `rows`: a
+    pass has at most."""
 
     decoder: Decoder
     shape: KVShape
@@ -61,6 +61,7 @@ class Static(NamedTuple):
     recorder: Recorder
     base: Tensor
     layer_of: Mapping[Kind, int]
+    rows: int
 
     @classmethod
     def of(cls, decoder: Decoder, shape: KVShape, tee: Tee, inputs: StepInputs, gatherer: Gatherer) -> Static:
@@ -68,7 +69,7 @@ class Static(NamedTuple):
         base = torch.zeros((shape.layers, 2, shape.kv_heads, 1, shape.head_dim), dtype=shape.dtype, device=shape.device)
         kinds = [(shape.place(at)[0], layer.attention.window) for at, layer in enumerate(decoder.layers)]
         layer_of = {kind: kinds.index(kind) for kind in sorted(set(kinds))}
-        return cls(decoder, shape, tee, inputs, gatherer, Recorder(decoder.device), base, layer_of)
+        return cls(decoder, shape, tee, inputs, gatherer, Recorder(decoder.device), base, layer_of, decoder.static_rows)
 
     def groups(self) -> Iterator[int]:
         """Yield a layer that holds all rows, and one that holds the last rows alone, as far as there are such layers."""
@@ -130,10 +131,10 @@ class StaticNumbers:
             for kind, sizes, numbers in zip(static.layer_of, size.tables, rest, strict=True)
         }
 
-    def attend(self, keep: Keep) -> StaticAttend:
-        """Return attention by these numbers. `keep` saves each layer's new rows."""
+    def attend(self, save: SaveLayer) -> StaticAttend:
+        """Return attention by these numbers. `save` takes each layer's new rows."""
         angles = self._static.decoder.rotation(self.positions)
-        return StaticAttend(self._static.shape, keep, angles, self._rows, self._tables)
+        return StaticAttend(self._static.shape, save, angles, self._rows, self._tables)
 
 
 class StaticAttend:
@@ -142,13 +143,13 @@ class StaticAttend:
     def __init__(
         self,
         shape: KVShape,
-        keep: Keep,
+        save: SaveLayer,
         angles: LayerRotations | None,
         rows: Mapping[bool, RowPlaces],
         tables: Mapping[Kind, PartTables],
     ) -> None:
         """`rows`: where new rows go, by whether layers hold the last rows alone. `tables`: what is read."""
-        self._shape, self._keep, self._angles, self._tables = shape, keep, angles, tables
+        self._shape, self._save, self._angles, self._tables = shape, save, angles, tables
         self._rows = {recent: DeviceRows(places) for recent, places in rows.items()}
         self._results = Results()
 
@@ -156,7 +157,7 @@ class StaticAttend:
         """Attend in one layer. See `Attend`. Raises: NotStatic."""
         recent, number = self._shape.place(layer)
         q, k, v = attention.project(x)
-        self._keep(layer, k, v)
+        self._save(layer, k, v)
         placed = self._rows[recent].place(number, q, k, v, None if self._angles is None else self._angles.at(layer))
         if placed is None:
             raise NotStatic
@@ -168,10 +169,12 @@ class StaticAttend:
         return out.to(placed.dtype).flatten(1)
 
 
-class Kept(Generic[Pass]):
-    """Passes of all sizes that steps have had of late, and whether they are recorded. `counts`: passes that were launched."""
+class PassCache(Generic[Pass]):
+    """Passes of the sizes that steps have had of late, and whether they are recorded. `counts`: passes that were launched."""
 
-    def __init__(self, make: Callable[[Size], Pass]) -> None:
+    def __init__(self, make: Callable[[Size], Pass], most: int) -> None:
+        """`make` makes the pass of a size, `most` are kept, those used last."""
+        self._most = most
         self.counts = Counter[str]()
         self.off = False  # a kernel is missing
         self._make = make
@@ -184,7 +187,7 @@ class Kept(Generic[Pass]):
         if chosen is None:
             chosen = self._make(size)
         self._passes[size] = chosen
-        if len(self._passes) > MOST_PASSES:
+        if len(self._passes) > self._most:
             del self._passes[next(iter(self._passes))]
         return chosen
 

@@ -88,7 +88,7 @@ class Tee:
         self._tail_index: Sequence[Tensor] = ()  # the same, where the rows are
         self._in_order = True  # decoded rows are the first of the batch, one after another
         self._decoded: list[tuple[Tensor, Tensor]] = [(self._tail[:0], self._tail[:0])] * shape.layers  # of this step
-        self._kept = 0  # layers of this step whose decoded rows are in their lanes
+        self._in_lanes = 0  # layers of this step whose decoded rows are in their lanes
         self._joined: Any = None  # event: of the rows that the computing queue comes after
 
     def begin(self, prefills: list[tuple[slice, Save]], decodes: list[tuple[int, int, Save]]) -> None:
@@ -116,10 +116,10 @@ class Tee:
         self.index = tuple(map(torch.tensor, (rows, lanes, places))) if rows else ()
         self._tail_index = ()
 
-    def use(self, index: Sequence[Tensor], in_order: bool = False, kept: int = 0) -> None:
-        """Take `index` as it has come to the device, before the first layer. `in_order`: its rows are all of the batch's, in order. `kept`:
-        layers that have been kept."""
-        self._tail_index, self._in_order, self._kept = index, in_order or self._in_order, kept
+    def use(self, index: Sequence[Tensor], in_order: bool = False, in_lanes: int = 0) -> None:
+        """Take `index` as it has come to the device, before the first layer. `in_order`: its rows are all of the batch's, in order. `in_lanes`: layers
+        whose decoded rows are in their lanes already."""
+        self._tail_index, self._in_order, self._in_lanes = index, in_order or self._in_order, in_lanes
 
     @property
     def nowhere(self) -> tuple[int, int]:
@@ -150,7 +150,7 @@ class Tee:
         """Save keys (un-rotated) and values [layers, tokens, 2, kv_heads, head_dim] of the flattened batch of a step that decodes
         alone."""
         if self._tail_index:
-            self._keep(rows, 0, self._tail_index, self._in_order and rows.shape[1] == len(self._tail_index[0]))
+            self._to_lanes(rows, 0, self._tail_index, self._in_order and rows.shape[1] == len(self._tail_index[0]))
 
     def layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Save `keys` (un-rotated) and `values` [tokens, kv_heads, head_dim] of the step's flattened batch.
@@ -163,53 +163,57 @@ class Tee:
             self._decoded[layer] = (keys, values) if len(rows) == len(keys) else (keys[rows], values[rows])
             if layer + 1 == len(self._decoded):
                 picked = self._in_order or len(rows) < len(keys)
-                self._keep(_stacked(self._decoded[self._kept :]), self._kept, self._tail_index, picked)
+                self._to_lanes(_stacked(self._decoded[self._in_lanes :]), self._in_lanes, self._tail_index, picked)
         for each in self._prefills:
             if layer < each.layers:  # the layer left in an earlier attempt at this step
                 continue
             save = each.save
-            self._leave(save, layer, keys[each.rows], values[each.rows])
+            self._send(save, layer, keys[each.rows], values[each.rows])
             each.layers = layer + 1
 
-    def _leave(self, save: Save, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Have one layer's rows of a save [rows, kv_heads, head_dim] leave: for their slots, without the saver where these are locked."""
-        k, v = narrowed(keys, self._dtype), narrowed(values, self._dtype)
+    def _send(self, save: Save, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Have one layer's rows of a save [rows, kv_heads, head_dim] leave."""
         if self._exit is None:
-            self._store.save(save.draft, layer, save.slots, save.draft_row, _bytes(k), _bytes(v))
-            return
+            k, v = (_bytes(narrowed(rows, self._dtype)) for rows in (keys, values))
+            self._store.save(save.draft, layer, save.slots, save.draft_row, k, v)
+        else:  # stacked: neither is a view that keeps the memory of the queries
+            block = narrowed(torch.stack((keys, values)), self._dtype)
+            self._copy_out(self._exit, save, layer, block[None], self._store.write_buffer)
+
+    def _copy_out(self, out: RowExit, save: Save, first: int, block: Tensor, most: int | None = None) -> Any:
+        """Copy a save's rows of layers from `first` on, [layers, 2, rows, kv_heads, stored width], to their slots, without the saver: these are
+        locked. Returns an event: the copies are done. `most`: see `RowExit.copy`."""
+        runs = slot_runs(save.slots, save.draft_row, save.rows)
         pairs = [
             (plane[to : to + stop - start], rows[start:stop])
-            for plane, rows in zip(self._slots[layer], (k, v), strict=True)
-            for start, stop, to in slot_runs(save.slots, save.draft_row, save.rows)
+            for planes, of_layer in zip(self._slots[first : first + len(block)], block, strict=True)
+            for plane, rows in zip(planes, of_layer, strict=True)
+            for start, stop, to in runs
         ]
-        then = partial(self._store.placed, save.draft, save.draft_row, save.rows, 1)
-        self._exit.copy(pairs, then, self._store.write_buffer)
+        then = partial(self._store.placed, save.draft, save.draft_row, save.rows, len(block))
+        return out.copy(pairs, then, most)
 
-    def keep(self, first: int, new: Sequence[tuple[Tensor, Tensor]], index: Sequence[Tensor], into: Tensor) -> None:
+    def take_layers(
+        self, first: int, new: Sequence[tuple[Tensor, Tensor]], index: Sequence[Tensor], into: Tensor
+    ) -> None:
         """Copy keys (un-rotated) and values [rows, kv_heads, head_dim] of layers from `first` on to lanes, by an index of all rows in order,
         and to `into` [layers, 2, rows, kv_heads, stored width]."""
-        into.copy_(self._keep(_stacked(new), first, index, True))
+        into.copy_(self._to_lanes(_stacked(new), first, index, True))
 
-    def leave(self, first: int, stop: int, block: Tensor) -> Any:
+    def send_layers(self, first: int, stop: int, block: Tensor) -> Any:
         """Have prefilled rows of layers [first, stop) leave the device for their slots: from `block` [layers, 2, rows, kv_heads, stored width],
         of the step's flattened batch. Returns an event: they have left; None if there are none."""
+        assert self._exit is not None
         event = None
         for each in self._prefills:
-            save, begin = each.save, max(first, each.layers)
-            if begin < stop and self._exit is not None:
-                found = block[:, :, each.rows]
-                pairs = [
-                    (plane[to : to + end - start], rows[start:end])
-                    for layer in range(begin, stop)
-                    for plane, rows in zip(self._slots[layer], found[layer - first], strict=True)
-                    for start, end, to in slot_runs(save.slots, save.draft_row, save.rows)
-                ]
-                then = partial(self._store.placed, save.draft, save.draft_row, save.rows, stop - begin)
-                event = self._exit.copy(pairs, then)
+            if each.layers < stop:  # otherwise these layers left in an earlier attempt at this step
+                begin = max(first, each.layers)
+                new = block[begin - first : stop - first, :, each.rows]
+                event = self._copy_out(self._exit, each.save, begin, new)
                 each.layers = stop
         return event
 
-    def _keep(self, found: Tensor, first: int, index: Sequence[Tensor], picked: bool) -> Tensor:
+    def _to_lanes(self, found: Tensor, first: int, index: Sequence[Tensor], picked: bool) -> Tensor:
         """Copy keys and values of layers from `first` on [layers, rows, 2, kv_heads, head_dim] to their lanes: a few calls for a step, where
         four for each layer took 250 us to their 30 (22 layers, one row, one core). `picked`: the rows are those that decode, in the order of
         the lanes; otherwise those of the batch. Returns them as they are stored: [layers, 2, rows, kv_heads, stored width]."""
@@ -270,7 +274,7 @@ class Tee:
         layers = self._tail.shape[0]
         for layer in range(layers):
             try:
-                self._leave(save, layer, *_turned_back(context, layer, save, rotation))
+                self._send(save, layer, *_turned_back(context, layer, save, rotation))
             except RuntimeError as error:
                 if not ran_out(error):
                     raise

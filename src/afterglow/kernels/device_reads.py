@@ -1,7 +1,7 @@
-"""Attention of a step's decoding on CUDA: all reads of few queries in two launches for a layer, whatever the batch.
+"""Attention of steps with few rows on CUDA: all reads in two launches for a layer, whatever the batch.
 
-A kernel of Triton's does it (`triton_attention`), behind its gate. Reads of many queries, which are prefills, are left to torch: its
-flash operators are made for them.
+A kernel of Triton's does it (`triton_attention`), behind its gate. Prefills of many rows are left to torch: its flash operators are made for
+them.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def attend_parts(tables: PartTables, layer: int, q: Tensor, scale: float, cap: f
 
 
 def trial(device: torch.device, dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int, cap: float) -> None:
-    """Compare with `attend` on a few parts: one query, several causal ones, rows that many share, and a window.
+    """Compare with `attend` on a few parts: one query, several causal ones, rows that many share, windows, and prefills of several tasks.
 
     Raises: ArithmeticError if they differ by more than the dtype's rounding allows.
     """
@@ -165,13 +165,15 @@ def trial(device: torch.device, dtype: torch.dtype, head_dim: int, heads: int, k
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)
 
-    data, q = draw(1, 2, kv_heads, 330, head_dim), draw(40, heads, head_dim)
+    data, q = draw(1, 2, kv_heads, 530, head_dim), draw(80, heads, head_dim)
     scale = head_dim**-0.5
     reads = (
         (0, 330, range(1), False, 0),
         (70, 300, range(1, 5), True, 0),
         (0, 300, range(5, 6), True, 100),
         (0, 192, range(6, 40), False, 0),
+        (0, 530, range(40, 60), True, 0),
+        (300, 530, range(60, 80), True, 90),
     )
     pages = Pages.of(data)
     tables = PartTables.of([part_of(pages, *read) for read in reads], heads // kv_heads)

@@ -104,7 +104,7 @@ class KVStore:
         self._counters = StoreCounters(found, found.errors)
         self._mover = Mover(threads, read_timeout, self._moved)
         self._saver = RowSaver(self.arena, self._saved, write_buffer)
-        # New rows of the device go straight to the saver.
+        # New rows are the saver's to copy, or to count where they come to their slots by themselves.
         self.save, self.save_block = self._saver.save, self._saver.save_block
         self.placed, self.lose = self._saver.placed, self._saver.lose
         self.expect_saves = self._saver.expect

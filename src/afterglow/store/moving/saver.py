@@ -1,4 +1,5 @@
-"""Copies new rows into host slots: one thread, first come, first served. Knows drafts only as numbers.
+"""Copies new rows into host slots, in one thread, first come, first served; or counts those that a device has put there. Knows drafts only as
+numbers.
 
 The thread is not one of the mover's, because a copy into memory should not wait for a disk that is busy or hangs. The copies
 that wait for it are the write buffer (CachedAttention §3.2.2): where that is full, callers with more rows wait.

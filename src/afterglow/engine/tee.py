@@ -2,8 +2,8 @@
 
 Prefilled rows go out layer by layer, as soon as a layer has produced them (CachedAttention §3.2.2). Decoded rows
 are single rows of many layers, too small to move one by one: they gather in a lane of a tail buffer and leave in
-blocks of `FLUSH_ROWS`, and at the end of a reply. On a device with queues of work they leave in a second queue, so that the
-next layer does not wait for the copy.
+blocks of `FLUSH_ROWS`, and at the end of a reply. On CUDA they leave in a second queue (`row_exit`): prefilled rows straight
+for their slots, decoded ones for memory that the saver copies from.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class Tee:
         self._tail_index = ()
 
     def use(self, index: Sequence[Tensor], in_order: bool = False, in_lanes: int = 0) -> None:
-        """Take `index` as it has come to the device, before the first layer. `in_order`: its rows are all of the batch's, in order. `in_lanes`: layers
-        whose decoded rows are in their lanes already."""
+        """Take `index` as it has come to the device, before the first layer. `in_order`: its rows are all of the batch's, in order.
+        `in_lanes`: layers whose decoded rows are in their lanes already."""
         self._tail_index, self._in_order, self._in_lanes = index, in_order or self._in_order, in_lanes
 
     @property
@@ -127,7 +127,7 @@ class Tee:
         return self._spare, 0
 
     def places(self, count: int) -> tuple[list[int], list[int]]:
-        """List a lane and a place there for each of the batch's first `count` rows of a step that decodes alone."""
+        """List a lane and a place there for each of the batch's first `count` rows. All others of the step are not decoded."""
         spare, nowhere = self.nowhere
         lanes, places = [spare] * count, [nowhere] * count
         for row, lane, place in zip(*(each.tolist() for each in self.index), strict=True):
@@ -172,7 +172,7 @@ class Tee:
             each.layers = layer + 1
 
     def _send(self, save: Save, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Have one layer's rows of a save [rows, kv_heads, head_dim] leave."""
+        """Have one layer's rows of a save [rows, kv_heads, head_dim] leave the device; those of the CPU are the saver's to copy."""
         if self._exit is None:
             k, v = (_bytes(narrowed(rows, self._dtype)) for rows in (keys, values))
             self._store.save(save.draft, layer, save.slots, save.draft_row, k, v)

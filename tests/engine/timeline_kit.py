@@ -124,8 +124,8 @@ class RecordingRows:
 
     def __init__(self, arena: HostArena, timeline: Timeline) -> None:
         self.layout = arena.layout
-        self.rows = self
-        self._real = arena.rows
+        self.slot_rows = self
+        self._real = arena.slot_rows
         self._timeline = timeline
         self._counts: dict[Any, int] = {}
 

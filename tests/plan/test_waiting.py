@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 from afterglow.plan.step import SaveDone
@@ -154,3 +156,36 @@ def test_saves_are_answered_in_any_grouping_and_order() -> None:
     server.deliver()
     server.finish()
     assert server.hits(second) == (28, 0, 0)
+
+
+# ------------------------------------------------------------------------------------ a device without memory
+
+
+def step_with_memory_for(server: Server, runs: int) -> list[int]:
+    """Carry out a step in which the device has memory for so many runs. Returns all its jobs."""
+    with mock.patch.object(
+        server.executor, "rng", mock.Mock(**{"random.return_value": 0.0, "randrange.return_value": runs})
+    ):
+        server.faults.exhausted = 1.0
+        step = server.step()
+        server.faults.exhausted = 0.0
+    return jobs_of(step)
+
+
+def test_who_had_no_memory_in_the_step_in_which_the_others_ended_goes_on() -> None:
+    """Their memory is free by then."""
+    server = Server(device_rows=4096)
+    ending, other = server.submit(words(9), max_tokens=1), server.submit(words(9, 300), max_tokens=2)
+    assert step_with_memory_for(server, 1) == [ending, other]
+    server.finish()
+    assert len(server.text(other)) == 9 + 2
+    assert server.scheduler.stats().counters.preemptions == 1
+
+
+@pytest.mark.parametrize("beside", [0, 2])
+def test_the_last_of_all_that_had_no_memory_ends(beside: int) -> None:
+    server = Server(device_rows=4096)
+    jobs = [server.submit(words(9, 300 * i), max_tokens=2) for i in range(1 + beside)]
+    assert step_with_memory_for(server, 0) == jobs
+    assert server.ends == {jobs[-1]: "no_memory"}
+    assert server.scheduler.unfinished == beside

@@ -36,11 +36,12 @@ class Committer:
             self._decoded(step.runs, result, now)
             return
         self._measure(step, result, opened, now)
+        none = all(run.job in result.exhausted for run in step.runs)
         for run in step.runs:
             if run.job in result.selecting and run.own > 1:  # decoded tokens may have a pass of their own too
                 self._selected(run, result.selecting[run.job])
             if run.job in result.exhausted:
-                self._exhausted(self._queue.jobs[run.job], now)
+                self._exhausted(self._queue.jobs[run.job], none, now)
             elif run.job in result.failed:
                 self._failed(self._queue.jobs[run.job], result.failed[run.job], run.job in result.late, now)
             elif run.job in result.waiting:
@@ -135,14 +136,15 @@ class Committer:
         else:
             self._queue.drew(job, token)
 
-    def _exhausted(self, job: Job, now: float) -> None:
-        """Send back a job that the device had no memory for: it waits until another job has left, or ends where there is none."""
-        if job.cancelled or self._batch.running == [job]:
+    def _exhausted(self, job: Job, none: bool, now: float) -> None:
+        """Send back a job that the device had no memory for: it waits until another job has left, or ends where there is none. `none`: it had
+        memory for no job of the step."""
+        if job.cancelled or (none and self._batch.running == [job]):
             self._queue.finish(job, None, "cancelled" if job.cancelled else "no_memory", now, retain=False)
             return
         self._cache.counters.preemptions += 1
         self._queue.send_back(job, now)
-        self._queue.full = True
+        self._queue.full = bool(self._batch.running)  # none: the others have left in this very step
 
     def _waiting(self, job: Job, run: Run, now: float) -> None:
         """Take note that a job's run has not ended, and is to be handed out again."""

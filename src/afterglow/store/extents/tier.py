@@ -47,6 +47,7 @@ class HostArena:
         self.slots = slots
         self.view: Bytes = flat[:need].reshape(layout.layers, 2, slots, layout.chunk_bytes)
         self.rows: Bytes = self.view.reshape(layout.layers, 2, slots, BLOCK_ROWS, layout.row_bytes)
+        self.slot_rows: Bytes = self.view.reshape(layout.layers, 2, slots * BLOCK_ROWS, layout.row_bytes)
         # `whole`: no tensor in a file has more chunks than an extent's blocks. What the compiled kernels read needs no more. Python's
         # direct I/O also wants memory, length and file offset aligned; otherwise transfers pass through a bounce buffer.
         self.whole = layout.padded_rows(1) == BLOCK_ROWS

@@ -69,8 +69,6 @@ class RowSaver:
         self.waits = 0
         self.wait_seconds = 0.0
         self._arena = arena
-        layout = arena.layout
-        self._rows = arena.rows.reshape(layout.layers, 2, arena.slots * BLOCK_ROWS, layout.row_bytes)
         self._report = report
         self.limit = self._most = limit_bytes  # how large the buffer is, and may be
         self._copied = (0.0, 0.0)  # bytes and seconds of copies, later ones counting more
@@ -100,8 +98,8 @@ class RowSaver:
 
         def copy() -> None:
             for start, stop, to in slot_runs(slots, first_row, len(keys)):
-                self._rows[layer, 0, to : to + stop - start] = keys[start:stop]
-                self._rows[layer, 1, to : to + stop - start] = values[start:stop]
+                self._arena.slot_rows[layer, 0, to : to + stop - start] = keys[start:stop]
+                self._arena.slot_rows[layer, 1, to : to + stop - start] = values[start:stop]
 
         self._run(draft, first_row, len(keys), 1, copy, keys.nbytes + values.nbytes)
 
@@ -111,7 +109,7 @@ class RowSaver:
 
         def copy() -> None:
             for start, stop, to in slot_runs(slots, first_row, rows):
-                self._rows[:, :, to : to + stop - start] = block[:, :, start:stop]
+                self._arena.slot_rows[:, :, to : to + stop - start] = block[:, :, start:stop]
 
         self._run(draft, first_row, rows, self._arena.layout.layers, copy, block.nbytes)
 

@@ -40,7 +40,7 @@ TRITON := .triton
 test-triton: $(READY)
 	@test -e $(TRITON)/.ready || { rm -rf $(TRITON); timeout 300 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TRITON) triton==3.9.0 && touch $(TRITON)/.ready; } \
 		|| echo "skipped: the tests of Triton's kernels, since triton==3.9.0 could not be installed in 5 minutes"
-	@test ! -e $(TRITON)/.ready || PYTHONPATH=$(TRITON) $(BIN)/python -m pytest $(if $(LONG),,-m 'not long') tests/kernels/test_triton.py tests/device tests/benchmarks/test_gpu.py -k 'triton'
+	@test ! -e $(TRITON)/.ready || PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -n 2 $(if $(LONG),,-m 'not long') tests/kernels/test_triton.py tests/device tests/benchmarks/test_gpu.py -k 'triton'
 
 # Floors of branch coverage in percent.
 PLAN_FLOOR := 95

@@ -2,8 +2,8 @@
 
 Each row is copied once, and its key is rotated in the same pass. On a device with its own queues of work the copies run in
 a second one, ahead of the layer that is being computed, as far as the rows have come; each layer has an event, and the
-computing queue waits for just that, or for those of a graph (`engine.prefill_pass`). On a CPU both are the calling thread, and a layer is gathered when it is its turn. A layer's rows
-are one call (`kernels.slot_gather`). A request's first layers may be on the device before its turn (`engine.read_buffer`).
+computing queue waits for just that, or for those of a graph (`engine.prefill_pass`). On a CPU both are the calling thread, and a
+layer is gathered when it is its turn. A layer's rows are one call (`kernels.slot_gather`). A request's first layers may be on the device before its turn (`engine.read_buffer`).
 """
 
 from __future__ import annotations

@@ -34,9 +34,8 @@ class Recorder:
         self._index = device.index or 0
         self._stream = self._device.Stream(device)
         self._memory = torch.cuda.graph_pool_handle()
-        self._first: torch.cuda.CUDAGraph | None = (
-            None  # of the memory: torch records to none whose graphs are all gone
-        )
+        # Torch records to no memory whose graphs are all gone: the first one stays.
+        self._first: torch.cuda.CUDAGraph | None = None
 
     def record(self, compute: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """Record what `compute` launches, without running it. Returns the graph, and the result, where each replay puts it.

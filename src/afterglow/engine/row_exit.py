@@ -28,7 +28,7 @@ class _Leaving:
 
 
 class RowExit:
-    """Copy rows off the device, in a second queue of it, into host memory that the store may read after that.
+    """Copy rows off the device, in a second queue, into host memory that the store may read after that.
 
     The device holds what has not left yet: that is the papers' write buffer (CachedAttention §3.2.2). Where it is full, the computing
     queue waits.

@@ -75,7 +75,7 @@ def overhead(found: Found) -> str:
 
 def load_or_recompute(found: Found) -> str:
     rows = found["rows"]
-    names = {"load": "loaded", "recompute": "recomputed", "auto": "the predicted faster of both"}
+    names = {"load": "loaded", "recompute": "recomputed", "auto": "as the engine decides"}
     speeds = [f"{row['mb_per_s']:,}{' MB/s' if not n else ''}" for n, row in enumerate(rows)]
     head = f"{run(found, 'python -m benchmarks.engine.load_or_recompute')}: TTFT with 2,048 tokens on a disk of"
     return markdown(

@@ -60,7 +60,7 @@ def load_or_recompute(found: dict[str, Any]) -> None:
     figure, axes = plt.subplots(figsize=(7.6, 3.2))
     colours = {"load": COLOURS["disk"], "recompute": COLOURS["recompute"], "auto": COLOURS["device"]}
     for source, colour in colours.items():
-        label = {"load": "loaded", "recompute": "recomputed", "auto": "the predicted faster of both"}[source]
+        label = {"load": "loaded", "recompute": "recomputed", "auto": "as the engine decides"}[source]
         style = {"marker": "o", "lw": 2.4} if source == "auto" else {"marker": "o", "lw": 1.2, "ls": "--"}
         axes.plot(
             [r["mb_per_s"] for r in rows], [r["ttft_ms"][source] for r in rows], color=colour, label=label, **style

@@ -166,7 +166,7 @@ class CacheConfig:
     source: KVSource = option(
         "auto",
         "Where cached KV comes from: auto loads or recomputes, whichever is predicted to be faster, and selects important rows "
-        "(--importance) only where that is faster still. load: always from the cache.",
+        "(--importance) only where that is faster still. load: always from the cache. recompute: computes cached tokens again (a baseline).",
     )
     preload: Preload = option(
         "layerwise",
@@ -174,8 +174,8 @@ class CacheConfig:
     )
     read_buffer: ReadBuffer = option(
         None,
-        "Layers that are loaded before a request's turn comes. auto: so many that it need not wait for the others, by measured rates; "
-        "paper: by CachedAttention's formula, one layer's computing fewer. A number is a baseline. Default: all layers. On CUDA "
+        "Layers that are loaded before a request's turn comes; default: all. auto: so many that it need not wait for the others, by measured "
+        "rates. paper: CachedAttention's formula, which counts one layer's computing less than auto. A number is a baseline. On CUDA "
         "so many also come from host memory to the device before that, if its buffer holds them; 0 leaves that buffer out.",
         metavar="LAYERS",
     )
@@ -191,7 +191,7 @@ class CacheConfig:
         "otherwise (prompt_cache_retention). Applies to KV on disk as well that has no time of its own; default: never.",
     )
     tenant_quota: int | None = option(
-        None, "Bytes of KV that one tenant may have in host and on disk; default: no limit."
+        None, "Bytes of KV that one tenant may have in host and on disk; default: no limit.", size=True
     )
     tenant_pins: float | None = option(
         None,
@@ -286,7 +286,8 @@ class EngineConfig:
     )
     importance_alpha: float = option(0.6, "How soon probe heads are believed (SPEC's alpha): 0 never, more: sooner.")
     importance_fallback: ImportanceFallback = option(
-        "per_head", "Where probe heads disagree: per_head takes a set of rows for each head, all takes all rows."
+        "per_head",
+        "Where probe heads (the few that choose the rows) disagree: per_head takes a set of rows for each head, all takes all rows.",
     )
     importance_rest: ImportanceRest = option(
         "forget",

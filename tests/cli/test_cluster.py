@@ -119,6 +119,12 @@ def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert "--replicas must be at least 1, got 0" in error("--replicas", "0")
     assert "--port of a cluster must lie between 1 and 65535, got 0" in error("--port", "0")
     assert "--kv-events cannot be the same for all servers" in error("--kv-events=tcp://127.0.0.1:5557")
+    monkeypatch.setenv("AFTERGLOW_JOURNAL", str(tmp_path / "journal"))
+    assert "AFTERGLOW_JOURNAL cannot be the same for all servers" in error()
+    monkeypatch.delenv("AFTERGLOW_JOURNAL")
+    file = tmp_path / "afterglow.yaml"
+    file.write_text("serve: {record_trace: trace.jsonl}\n")
+    assert f"serve.record_trace in {file} cannot be the same for all servers" in error("--config", str(file))
     monkeypatch.setattr(cluster, "find_router", lambda: "vllm-router")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

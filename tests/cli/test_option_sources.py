@@ -18,6 +18,7 @@ from tests.cli.kit import inside
 
 YAML = """
 host-cache: 3G
+tenant_quota: 10G
 relay: off
 api_key: [one, two]
 stop: "\\n"
@@ -35,6 +36,7 @@ simulate:
 """
 TOML = """
 host-cache = "3G"
+tenant_quota = "10G"
 relay = "off"
 api_key = ["one", "two"]
 stop = "\\n"
@@ -77,7 +79,8 @@ def test_a_file_sets_the_options_of_every_command_or_of_one(
     (model, server, engine), *_ = called
     assert model == "a-model"
     assert server == ServerConfig(api_key=("one", "two"), memo_mode="on", grace=1.0)
-    assert engine == EngineConfig(cache=CacheConfig(host_cache=3 * 2**30, disk_cache=4 * 2**30), relay="off")
+    cache = CacheConfig(host_cache=3 * 2**30, disk_cache=4 * 2**30, tenant_quota=10 * 2**30)
+    assert engine == EngineConfig(cache=cache, relay="off")
 
 
 def test_the_command_line_goes_before_variables_and_they_before_the_file(

@@ -49,9 +49,13 @@ evictions and late disks: there the document tells one of several outcomes that 
 real scheduler and the real store, with real files and threads: conversations of several turns in tiny tiers, the fault
 injected at the system call or into the file, in the phase that the line names and counted there.
 
-In every line (but known gaps, if there are any, at the end), and not repeated there: every request was answered with the tokens that it
-would have got without any cache, nothing waited for ever, the budgets held, `afterglow cache check` named exactly what a
-second reader found to be wrong (and what it named, `--repair` mended), and a restart served right rows.
+In every line (but known gaps, if there are any, at the end), and not repeated there:
+
+- Every request was answered with the tokens that it would have got without any cache. Nothing waited for ever. The budgets held.
+- `afterglow cache check` named exactly what a second reader found to be wrong, and what it named, `--repair` mended.
+- A restart served right rows.
+
+The phases:
 
 - **load**: a step needs rows that are on disk. **prefetch**: they are fetched before their job's turn comes.
 - **save**: new rows are written as soon as they are computed (`write_through`). **evict**: host memory is full, so that

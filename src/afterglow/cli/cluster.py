@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ import httpx
 
 from afterglow.cli.child_process import ChildProcess
 from afterglow.cli.command_options import ReplicaOptions
+from afterglow.cli.option_sources import OptionSource
 from afterglow.config import default_cache_dir
 from afterglow.errors import ConfigError, UserError
 from afterglow.library.threads import physical_cores
@@ -38,17 +39,23 @@ class Replica:
     folder: Path
 
 
-def cluster(options: ReplicaOptions, serve_args: Sequence[str]) -> int:
-    """Run servers and a router until a signal. `serve_args`: for every server. Returns the exit code.
+def cluster(options: ReplicaOptions, serve_args: Sequence[str], sources: Mapping[str, OptionSource]) -> int:
+    """Run servers and a router until a signal. `serve_args`: for every server. `sources`: the options that servers will find in
+    variables and in a file. Returns the exit code.
 
     Raises: ConfigError, for what cannot be shared, a router that is not installed, and an occupied port; UserError, where a
     server ends before it is ready.
     """
     for name in ONE_EACH:
-        if any(arg == name or arg.startswith(f"{name}=") for arg in serve_args):
+        source = sources.get(name[2:].replace("-", "_"))
+        typed = any(arg == name or arg.startswith(f"{name}=") for arg in serve_args)
+        if typed or source is not None:
+            where = name if source is None or typed else source.where
             raise ConfigError(
-                f"{name} cannot be the same for all servers of a cluster; leave it out, or start them apart"
+                f"{where} cannot be the same for all servers of a cluster; leave it out, or start them apart"
             )
+    if "threads" not in sources:
+        serve_args = ["--threads", str(max(1, physical_cores() // options.replicas)), *serve_args]
     router = find_router()
     check_free(options.host, options.port)
     folder = options.cache_dir if options.cache_dir is not None else default_cache_dir() / "replicas"
@@ -57,7 +64,7 @@ def cluster(options: ReplicaOptions, serve_args: Sequence[str]) -> int:
     except OSError as error:
         raise ConfigError(f"--cache-dir {folder} cannot be used: {error.strerror}") from None
     with own_ports(options.replicas + 1) as (*ports, metrics):
-        replicas = [make_replica(number, port, folder, options, serve_args) for number, port in enumerate(ports, 1)]
+        replicas = [make_replica(number, port, folder, serve_args) for number, port in enumerate(ports, 1)]
         return Supervisor(replicas, make_router(router, options, replicas, metrics, folder), options).run()
 
 
@@ -97,11 +104,10 @@ def own_ports(count: int) -> Iterator[list[int]]:
         yield ports
 
 
-def make_replica(number: int, port: int, folder: Path, options: ReplicaOptions, serve_args: Sequence[str]) -> Replica:
-    """Make the server of a number, with a folder and a part of the cores of its own."""
+def make_replica(number: int, port: int, folder: Path, serve_args: Sequence[str]) -> Replica:
+    """Make the server of a number, with a folder of its own."""
     own = folder / f"replica-{number}"
-    threads = max(1, physical_cores() // options.replicas)
-    command = [sys.executable, "-m", "afterglow.cli", "serve", "--threads", str(threads), *serve_args]
+    command = [sys.executable, "-m", "afterglow.cli", "serve", *serve_args]
     command += ["--host", "127.0.0.1", "--port", str(port), "--cache-dir", str(own)]
     return Replica(ChildProcess(f"replica {number}", command, os.environ), f"http://127.0.0.1:{port}", own)
 

@@ -84,9 +84,11 @@ def cluster(context: typer.Context, options: ReplicaOptions) -> int:
     X-Session-ID. Ctrl-C lets requests end first; a second one does not.
     """
     from afterglow.cli.cluster import cluster as run
+    from afterglow.cli.option_sources import sources_of
 
     config = context.params["config"]
-    return run(options, [*context.args, *(["--config", config] if config is not None else [])])
+    args = [*context.args, *(["--config", config] if config is not None else [])]
+    return run(options, args, sources_of(context, config, "serve"))
 
 
 @command(app, "generate")

@@ -81,10 +81,7 @@ def read_sources(context: typer.Context, path: str | None) -> str | None:
     """
     if context.resilient_parsing:
         return path
-    known = options_by_command(context.find_root().command)
-    command = context.command_path.split()[1]
-    found = _from_file(path, command, known) if path is not None else {}
-    found |= _from_variables(command, known)
+    found = _found(context, path, context.command_path.split()[1])
     values: dict[str, str | list[str]] = {}
     for parameter in context.command.params:
         if parameter.name not in found:
@@ -99,6 +96,16 @@ def read_sources(context: typer.Context, path: str | None) -> str | None:
     context.default_map = values
     context.meta[NAMES] = {name: found[name][1] for name in values}
     return path
+
+
+def sources_of(context: typer.Context, path: str | None, command: str) -> dict[str, OptionSource]:
+    """Tell where a command that this one starts will find its options, by their names. Raises: ConfigError, as `read_sources`."""
+    return {name: source for name, (_, source) in _found(context, path, command).items()}
+
+
+def _found(context: typer.Context, path: str | None, command: str) -> dict[str, _Found]:
+    known = options_by_command(context.find_root().command)
+    return (_from_file(path, command, known) if path is not None else {}) | _from_variables(command, known)
 
 
 def options_by_command(group: Any) -> dict[str, set[str]]:

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from afterglow.engine import loop as loop_module
 from afterglow.engine.engine import Engine
+from afterglow.engine.requests import salt_id
 from afterglow.errors import ConfigError, ModelError, RequestError
 from afterglow.request import Output, Request, SamplingParams
 from tests.engine.conftest import VOCAB, Handle, submit_at_once
@@ -281,6 +283,52 @@ def test_close_while_running_answers_every_request(start: Start, model_of: Model
     with pytest.raises(RequestError) as error:
         handle.engine.submit(Request("late", [1, 2], greedy(1)), lambda output: None)
     assert error.value.status == 503
+    assert start(model_of("llama"), tmp_path).ask(prompt(0, 100)).cached.disk >= 99
+
+
+def test_a_request_that_comes_while_the_engine_closes_is_refused(
+    start: Start, model_of: Models, tmp_path: Path
+) -> None:
+    """It was prepared before, while its grammar was compiled."""
+    handle = start(model_of("llama"), tmp_path)
+    loop, box, told = handle.engine.loop, queue.SimpleQueue[Output](), queue.SimpleQueue[Output]()
+    late = loop.prepare(Request("late", prompt(1, 100), greedy(400)), told.put, salt_id(""))
+
+    def take(output: Output) -> None:
+        box.put(output)
+        if output.finish_reason is None:
+            wait_for(handle.engine.parts.inbox.pressed, 60)
+        else:
+            loop.accept([late])
+
+    handle.engine.submit(Request("long", prompt(0, 100), greedy(400)), take)
+    box.get(timeout=30)
+    handle.engine.close()
+    output = told.get(timeout=10)
+    assert output.finish_reason == "error"
+    assert "shutting down" in (output.error or "")
+
+
+def test_closing_waits_as_long_as_the_disk_may_take(
+    start: Start, model_of: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two thirds of that before the flush, and two thirds after it."""
+    monkeypatch.setattr(loop_module, "DRAIN_SECONDS", 3.0)
+    monkeypatch.setattr(loop_module, "STEP_SECONDS", 0.0)
+    handle = start(model_of("llama"), tmp_path)
+    handle.ask(prompt(0, 100))
+    real, settled = handle.engine.loop.settle, list[bool]()
+
+    def settle() -> bool:
+        began = time.monotonic()
+        found = real()
+        wait_for(lambda: time.monotonic() - began > 2.0, 10)
+        settled.append(found)
+        return found
+
+    monkeypatch.setattr(handle.engine.loop, "settle", settle)
+    handle.engine.close()
+    assert settled == [True, True]
     assert start(model_of("llama"), tmp_path).ask(prompt(0, 100)).cached.disk >= 99
 
 

@@ -27,7 +27,7 @@ from afterglow.errors import RequestError
 from afterglow.kernels.no_memory import ran_out
 from afterglow.plan.journal.replaying import replay
 from afterglow.plan.journal.step_digest import step_digest
-from afterglow.plan.step import Run
+from afterglow.plan.step import Admit, Run
 from afterglow.request import Output, Request, SamplingParams, completion_of
 from tests import doors
 from tests.engine.conftest import VOCAB, Handle
@@ -92,6 +92,11 @@ def drawing() -> Iterator[list[Run]]:
 
 
 def at_once(engine: Engine, prompts: list[list[int]], max_tokens: int = 20) -> list[Completion]:
+    """Ask all together."""
+    return [completion_of(outputs, 0.0) for outputs in outputs_of(engine, prompts, max_tokens)]
+
+
+def outputs_of(engine: Engine, prompts: list[list[int]], max_tokens: int) -> list[list[Output]]:
     """Ask all together: the engine's thread takes them in before its next step."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0, logprobs=VOCAB, ignore_eos=True)
     requests = [Request(f"m{next(_ids)}", prompt, sampling) for prompt in prompts]
@@ -110,7 +115,7 @@ def at_once(engine: Engine, prompts: list[list[int]], max_tokens: int = 20) -> l
     engine.parts.inbox.send(submit_all)
     for _ in requests:
         ended.get(timeout=60)
-    return [completion_of(found[request.id], 0.0) for request in requests]
+    return [found[request.id] for request in requests]
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -144,6 +149,31 @@ def test_a_request_that_does_not_fit_alone_ends_and_says_so(start: Start, model_
     assert handle.engine.healthy
     short = draw("short", 100)
     same(handle.ask(short), handle.ask(short, reuse=False))
+
+
+def test_a_request_that_does_not_fit_alone_ends_none_beside_it(start: Start, model_of: Models, tmp_path: Path) -> None:
+    handle = start(model_of("llama"), tmp_path)
+    prompts = [draw("large", 200), *(draw(f"beside{i}", 70) for i in range(2))]
+    wanted = [handle.ask(prompt, reuse=False, max_tokens=20) for prompt in prompts[1:]]
+    with room_for(160):
+        large, *others = outputs_of(handle.engine, prompts, 20)
+    assert "no memory left for this request" in (large[-1].error or "")
+    for ours, theirs in zip(others, wanted, strict=True):
+        same(completion_of(ours, 0.0), theirs)
+
+
+def test_a_run_that_is_left_out_holds_no_pages() -> None:
+    shape = KVShape(1, 1, 4, torch.float32, torch.device("cpu"))
+    pool = PagePool(shape, 2**24)
+    held = contexts.Contexts(shape, pool)
+    runs = [Run(job, 0, (1,) * rows, True, rows, Admit(None, False, 0)) for job, rows in ((1, 64), (2, 64_000))]
+    for run in runs:
+        held.admit(run)
+        held.entry(run, slice(0, len(run.tokens)))
+    before = pool.num_bytes
+    held.leave_out(runs[1])
+    pool.shrink()
+    assert pool.num_bytes < before / 2
 
 
 def test_room_that_cannot_be_had_for_a_context_is_the_same(start: Start, model_of: Models, tmp_path: Path) -> None:
@@ -285,6 +315,7 @@ def test_memory_that_runs_out_has_other_names(start: Start, model_of: Models, tm
         "CUDA error: out of memory",
         "Triton Error [CUDA]: out of memory",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.",
     ):
         assert ran_out(RuntimeError(text))
     assert not ran_out(RuntimeError("CUDA error: an illegal memory access was encountered"))

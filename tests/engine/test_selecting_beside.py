@@ -7,14 +7,19 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from afterglow.engine.engine import Completion
+from afterglow.engine.runner import TorchRunner
+from afterglow.engine.token_outputs import RunOutput
+from afterglow.errors import RequestError
 from afterglow.plan.journal.replaying import replay
 from afterglow.plan.journal.step_digest import step_digest
+from afterglow.plan.step import Step
 from afterglow.request import Output, Request, SamplingParams, completion_of
 from tests import doors
 from tests.engine.conftest import VOCAB, Handle
@@ -112,6 +117,29 @@ def test_a_prompt_that_waits_for_the_disk_delays_no_other_request(
         agree(slow.end(), expected(handle, prefix, new, 0.3, 3))
     same(exact, handle.ask(other, reuse=False, max_tokens=20))
     same(later, handle.ask(draw("later", 150), reuse=False, max_tokens=3))
+
+
+def test_a_selecting_reply_that_breaks_ends_no_other_request(
+    start: Start, model_of: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the step that draws its third token, as by a grammar."""
+    handle, prefix = on_disk(start, model_of, tmp_path)
+    real, steps = TorchRunner.run, count()
+
+    def run(self: TorchRunner, step: Step) -> RunOutput:
+        out = real(self, step)
+        if out.selected and next(steps) == 2:
+            out.broken.update(dict.fromkeys(out.selected, "made up"))
+        return out
+
+    monkeypatch.setattr(TorchRunner, "run", run)
+    other = draw("other", 150)
+    breaks = Told(handle, "breaks", [*prefix, *draw("new", 90)], 20, kv_retention=0.3)
+    beside = Told(handle, "beside", other, 20)
+    with pytest.raises(RequestError, match="cannot follow its grammar: made up"):
+        breaks.end()
+    same(beside.end(), handle.ask(other, reuse=False, max_tokens=20))
+    assert handle.engine.healthy
 
 
 def test_a_token_that_waits_for_the_disk_delays_no_other_request(

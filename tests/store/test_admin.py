@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 
 from afterglow.errors import ConfigError, DamageError, StoreError
+from afterglow.plan.step import Use
 from afterglow.store import admin
 from tests.store.store_kit import ALIGNED, DIGEST, Kit, extent_name, name_of, record
 
@@ -172,6 +173,22 @@ def test_a_row_that_is_not_what_the_file_says(tmp_path, filled):
     assert check(filled).problems == []
     row = next(record for record in admin.list_extents(filled) if record.id == extent_name(1))
     assert (row.rows, row.last_used) == (100, 9.0)
+
+
+def test_an_end_that_a_use_has_put_off_is_no_problem(tmp_path, filled):
+    """The file has the end as of its writing, and a repair of the row does not take the later one back."""
+    with Kit(tmp_path) as kit:
+        kit.put(5, 64, (0,), expires=50.5)
+        content = kit.file(5).read_bytes()
+        kit.store.touch([Use(extent_name(5), 60.0, 2, 99.0)])
+    assert check(filled).ok
+    with Kit(tmp_path) as kit:
+        kit.put(5, 128, (0, 1), last_used=60.0, expires=99.0)
+        kit.file(5).write_bytes(content)
+    assert [problem.kind for problem in check(filled).problems] == ["differs"]
+    assert check(filled, repair=True).ok
+    row = next(record for record in admin.list_extents(filled) if record.id == extent_name(5))
+    assert (row.last_used, row.expires) == (60.0, 99.0)
 
 
 def test_beside_a_running_process(tmp_path, filled):

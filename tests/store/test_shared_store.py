@@ -347,6 +347,41 @@ def test_closing_does_not_wait_for_a_fetch(tmp_path: Path) -> None:
         objects.gate.set()
 
 
+@pytest.mark.parametrize("lost", ["refused", "no room in the queue"])
+def test_what_a_merged_extent_replaces_stays_until_that_is_published_or_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    objects = Memory()
+    with Sharing(tmp_path / "a", objects) as a:
+        old, other = a.share(1), a.share(2)
+        assert a.put(3, ROWS, SOURCE).ok
+        assert a.put(4, ROWS, SOURCE).ok
+        if lost == "refused":
+            monkeypatch.setattr(remote, "REST_S", 0.1)
+            objects.fail += [PermissionError(13, "no")] * extent_publisher.MAX_TRIES
+        else:
+            monkeypatch.setattr(extent_publisher, "MAX_QUEUE", 0)
+        a.shared.replaced(extent_name(1), extent_name(3))
+        a.shared.publish(Published(extent_name(3), 0, ROWS), f"{3:040x}")
+        assert a.shared.rest(20)
+        monkeypatch.undo()
+        assert a.shared.stats().unpublished == 1
+        assert {old, other} <= objects.objects.keys()
+        # It is merged once more, and that one is published.
+        a.shared.replaced(extent_name(3), extent_name(4))
+        a.shared.replaced(extent_name(2), extent_name(4))
+        a.shared.publish(Published(extent_name(4), 0, ROWS), f"{4:040x}")
+        assert a.shared.rest(20)
+        assert not {old, other} & objects.objects.keys()
+        last = a.shared.paths.extent(extent_name(4))
+        a.shared.replaced(extent_name(4), extent_name(5))
+        assert a.shared.rest(20)
+        assert last in objects.objects
+        a.shared.delete(extent_name(5))  # by a client: no text of it is to stay
+        assert a.shared.rest(20)
+        assert last not in objects.objects
+
+
 def test_what_is_published_comes_before_what_it_replaces_goes(tmp_path: Path) -> None:
     objects = Memory()
     with Sharing(tmp_path / "a", objects) as a:
@@ -360,8 +395,8 @@ def test_what_is_published_comes_before_what_it_replaces_goes(tmp_path: Path) ->
             return put(path, data, replace=replace)
 
         objects.put = watched  # type: ignore[method-assign]
+        a.shared.replaced(extent_name(1), extent_name(2))
         a.shared.publish(Published(extent_name(2), 0, ROWS), "0" * 40)
-        a.shared.replaced(extent_name(1))
         assert a.shared.rest(20)
         assert there == [True, True]
         assert old not in objects.objects

@@ -58,7 +58,9 @@ class Contexts:
         return BatchEntry(run.job, where, run.start, stop, context, run.gathers, gather_from)
 
     def leave_out(self, run: Run) -> None:
-        """Note that a run is not carried out: the plan does not count what its job was to take over any more."""
+        """Free what a run has that is not carried out, for those that are tried again: the plan sends its job back, or ends it, and does not
+        count what it was to take over any more."""
+        self.running.pop(run.job, None)
         admit = run.admit
         if admit is not None and admit.context is not None and admit.take:
             self.retained.pop(admit.context, None)

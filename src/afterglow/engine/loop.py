@@ -30,7 +30,8 @@ from afterglow.request import Request
 
 log = logging.getLogger("afterglow.engine")
 
-DRAIN_SECONDS = 60.0  # how long closing waits for the disk
+DRAIN_SECONDS = 60.0  # how long closing waits for the disk, before it flushes and again after that
+STEP_SECONDS = 10.0  # how long it waits for the step that runs
 ANSWER_SECONDS = 10.0  # how long it waits without an answer
 DELETED = 1024  # ids of ended requests that are remembered because their conversations were deleted before
 
@@ -76,7 +77,7 @@ class EngineLoop:
         self._refuses = True
         if self._thread is not None and self._thread.is_alive():
             self.inbox.send(lambda: self._begin_stop(flush))
-            self._thread.join(DRAIN_SECONDS + 10)
+            self._thread.join(STEP_SECONDS + 2 * DRAIN_SECONDS)  # it settles, flushes and settles again
 
     def submit(self, request: Request, sink: Sink, salt: str) -> None:
         """Queue a request under a salt of the plan's.
@@ -194,6 +195,7 @@ class EngineLoop:
                 self.notes.give_up()
                 self._count()
             self.notes.remember(last=True)
+            self._take_actions(0)  # refuses requests that have come meanwhile
         except BaseException as error:
             log.exception("the engine has stopped because of an error")
             self.failure = error
@@ -316,6 +318,8 @@ class EngineLoop:
         self.requests.by_job[live.spec.job] = live
         sharing = self.parts.sharing
         with self._fault_of(live):
+            if self._stopping:  # it was prepared before
+                raise shutting_down()
             self.parts.runner.register(live.spec.job, live.request, live.constraint)
             if sharing is None or not sharing.looks_up(live.spec, partial(self._queue, live)):
                 self._submit_to_plan(live)

@@ -304,11 +304,12 @@ class LiveRequests:
     def take_in(self, events: Sequence[Event], out: RunOutput | None) -> None:
         """Turn the plan's events into outputs. `out`: the results of the step that the events come from."""
         for job, (start, found) in (out.prompt_logprobs if out else {}).items():
-            known = self.by_job[job].prompt_logprobs
-            del known[start + 1 :]  # a job that was sent back starts again
-            known.extend(found)
+            if (live := self.by_job.get(job)) is not None:  # a reply that broke has ended
+                del live.prompt_logprobs[start + 1 :]  # a job that was sent back starts again
+                live.prompt_logprobs.extend(found)
         for job, selected in (out.selected if out else {}).items():
-            self.by_job[job].selected = selected
+            if (live := self.by_job.get(job)) is not None:
+                live.selected = selected
         for event in events:
             live = self.by_job.get(event.job)
             if live is None:

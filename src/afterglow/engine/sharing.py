@@ -126,15 +126,15 @@ class Sharing:
 
     def ended(self, done: Iterable[TransferDone]) -> None:
         """Publish what has been stored, and delete what has been deleted, once the plan knows of it."""
+        deleted, replaced = self._scheduler.cache.placement.take_gone()
+        for part, whole in replaced:
+            self.shared.replaced(part, whole)
         for each in done:
             stored = self._storing.pop(each.move, None) if isinstance(each, MoveDone) else None
             if stored is not None and isinstance(each, MoveDone) and each.ok:
                 self._publish(stored)
-        deleted, replaced = self._scheduler.cache.placement.take_gone()
         for name in deleted:
             self.shared.delete(name)
-        for name in replaced:
-            self.shared.replaced(name)
 
     def _publish(self, name: ExtentId) -> None:
         """Publish an extent that can be matched; none of a context that was cut, and none whose name is not its rows' digest."""

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import torch
 
-# Memory that is locked for copies, Triton's programs and CUDA's libraries say it in a RuntimeError of their own.
-SIGNS = ("CUDA error: out of memory", "[CUDA]: out of memory", "STATUS_ALLOC_FAILED")
+# Memory that is locked for copies, Triton's programs, CUDA's libraries and torch on a CPU say it in a RuntimeError of their own.
+SIGNS = (
+    "CUDA error: out of memory",
+    "[CUDA]: out of memory",
+    "STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+)
 
 
 def ran_out(error: BaseException) -> bool:

@@ -321,7 +321,7 @@ def _contents(
     row = rows[extent]
     if row is None:
         yield Problem("row", extent, "its row in the catalog is damaged")
-    elif replace(row, last_used=0.0, hits=0) != found:
+    elif replace(row, last_used=0.0, hits=0, expires=found.expires) != found:  # which uses have put off since
         yield Problem("differs", extent, "its row in the catalog is not what the file says")
 
 
@@ -344,7 +344,7 @@ def _repair(namespace: Namespace, problems: list[Problem]) -> None:
                 record, old = recovery.salvage(disk, problem.name), rows.get(problem.name)
                 if record is not None:
                     used = old or record
-                    record = replace(record, last_used=used.last_used, hits=used.hits)
+                    record = replace(record, last_used=used.last_used, hits=used.hits, expires=used.expires)
                     catalog.add(record, recovery.file_name(problem.name))
         for extent in bad + [problem.name for problem in problems if problem.kind == "orphan"]:
             disk.delete(extent)

@@ -36,12 +36,12 @@ class Committer:
             self._decoded(step.runs, result, now)
             return
         self._measure(step, result, opened, now)
-        none = all(run.job in result.exhausted for run in step.runs)
+        hopeless = self._hopeless(step, result)
         for run in step.runs:
             if run.job in result.selecting and run.own > 1:  # decoded tokens may have a pass of their own too
                 self._selected(run, result.selecting[run.job])
             if run.job in result.exhausted:
-                self._exhausted(self._queue.jobs[run.job], none, now)
+                self._exhausted(self._queue.jobs[run.job], run.job == hopeless, now)
             elif run.job in result.failed:
                 self._failed(self._queue.jobs[run.job], result.failed[run.job], run.job in result.late, now)
             elif run.job in result.waiting:
@@ -136,10 +136,16 @@ class Committer:
         else:
             self._queue.drew(job, token)
 
-    def _exhausted(self, job: Job, none: bool, now: float) -> None:
-        """Send back a job that the device had no memory for: it waits until another job has left, or ends where there is none. `none`: it had
-        memory for no job of the step."""
-        if job.cancelled or (none and self._batch.running == [job]):
+    def _hopeless(self, step: Step, result: StepResult) -> int | None:
+        """Find the job that the device will never have memory for. Runs are left out from the last on, so that the first one was tried alone;
+        and no other job holds memory."""
+        tried = [run.job for run in step.runs]
+        none = all(job in result.exhausted for job in tried)
+        return tried[0] if tried and none and all(job.spec.job in tried for job in self._batch.running) else None
+
+    def _exhausted(self, job: Job, hopeless: bool, now: float) -> None:
+        """Send back a job that the device had no memory for: it waits until another job has left. `hopeless`: it ends."""
+        if job.cancelled or hopeless:
             self._queue.finish(job, None, "cancelled" if job.cancelled else "no_memory", now, retain=False)
             return
         self._cache.counters.preemptions += 1

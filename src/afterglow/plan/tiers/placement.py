@@ -39,7 +39,9 @@ class Placement:
     ) -> None:
         self.shares = options.shared
         self.deleted: list[ExtentId] = []  # since the list was last taken; kept where there is a shared tier
-        self.replaced: list[ExtentId] = []  # by merged ones, likewise, and not of those that stay in memory
+        self.replaced: list[
+            tuple[ExtentId, ExtentId]
+        ] = []  # with the merged ones that replace them, but for those that stay in memory
         self.lost: list[Extent] = []  # forgotten, although conversations with a name had used them
         self.ghosts = Ghosts()
         self.cost = Cost(capacity.layers, capacity.readers, options.probe_part)
@@ -133,7 +135,7 @@ class Placement:
         del self._dead[whole]
         for part in parts:
             if self.shares and not part.volatile:
-                self.replaced.append(part.id)
+                self.replaced.append((part.id, whole.id))
             self._bury(part)
         self.quota.add(whole)
         self.candidates.place(whole)
@@ -244,9 +246,9 @@ class Placement:
                 self.forget(extent, "evicted")
         return found
 
-    def take_gone(self) -> tuple[list[ExtentId], list[ExtentId]]:
-        """Return the extents that were deleted, not evicted, and those that merged ones have replaced since the last call; none without a
-        shared tier.
+    def take_gone(self) -> tuple[list[ExtentId], list[tuple[ExtentId, ExtentId]]]:
+        """Return the extents that were deleted, not evicted, and those that merged ones have replaced, with these, since the last call; none
+        without a shared tier.
         """
         gone = self.deleted, self.replaced
         if self.deleted or self.replaced:

@@ -126,10 +126,10 @@ class SharingEngine(SimulatedEngine):
                 self._uses.note(extent.id, listing, self.now)
                 for each in self._uses.again(cache.index.above(extent), self.now):
                     self._shared.use(each, there)
-        for names in cache.placement.take_gone():
-            for name in names:
-                self._uses.forget(name)
-                self._shared.replace(name, carry(0, self.now))
+        deleted, replaced = cache.placement.take_gone()
+        for name in (*deleted, *(part for part, _ in replaced)):
+            self._uses.forget(name)
+            self._shared.replace(name, carry(0, self.now))
 
     def _submit(self, arrival: Arrival) -> Cut | None:
         session = arrival.turn.session

@@ -1,7 +1,8 @@
 """Publishes extents in the background: the file of the disk tier as one object, then the object that lists it.
 
 Nothing waits for it. What a client deletes goes before all else, also while a publication waits for room. All other things are done in the
-order in which they were asked for, so that a merged extent is there before those that it replaces go. While the store does not answer the queue waits; what it has no room for is left out.
+order in which they were asked for. While the store does not answer the queue waits; what it has no room for is left out. What a merged
+extent replaces stays until that is there.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ log = logging.getLogger("afterglow.store")
 
 MAX_QUEUE: Final = 256  # extents that wait; they are on disk, so that only their names wait
 MAX_REMOVALS: Final = 65536
+MAX_MERGED: Final = 4096  # merged extents that are not published yet
 MAX_TRIES: Final = 3  # of one thing, before the next has its turn
 RETRY_S: Final = 30.0  # after which removals that failed are tried again
 PUT_S: Final = 10.0  # for an object, and
@@ -68,6 +70,7 @@ class ExtentPublisher:
         self._doing: Publication | _Removal | _Use | None = None
         budget.meanwhile = self._delete_first
         self._extents = 0  # of the jobs, those that publish
+        self._parts: dict[ExtentId, tuple[ExtentId, ...]] = {}  # that go once this merged extent is published
         self._tries = 0  # of the first job
         self._removals: list[_Removal] = []  # that failed, to be tried again
         self._retry_at = 0.0
@@ -109,6 +112,21 @@ class ExtentPublisher:
         if kid is not None:
             self._remove(_Removal(kid, again=True, first=first))
         self._remove(_Removal(self._paths.extent(extent), again=True, first=first))
+        self._delete_parts(extent, first)
+
+    def replaced(self, part: ExtentId, whole: ExtentId) -> None:
+        """Have an extent removed that a merged one has replaced, once that is published, or deleted. Until then others find its rows by it."""
+        with self._changed:
+            self._parts[whole] = (*self._parts.pop(whole, ()), *self._parts.pop(part, ()), part)
+            oldest = next(iter(self._parts)) if len(self._parts) > MAX_MERGED else None
+        if oldest is not None:
+            self._delete_parts(oldest)
+
+    def _delete_parts(self, whole: ExtentId, first: bool = False) -> None:
+        with self._changed:
+            parts = self._parts.pop(whole, ())
+        for part in parts:
+            self.delete(part, first)
 
     def damaged(self, extent: ExtentId) -> None:
         """Queue the removal of a damaged object. One that cannot be removed now is found again, by the next that reads it; later there might be
@@ -260,6 +278,7 @@ class ExtentPublisher:
             self._counters.count(published_before=1)
         # one that was there has been used: an engine has written it to its disk
         self._put(kid, b"" if what.lead is None else str(what.lead).encode(), replace=not new)
+        self._delete_parts(what.published.id)
 
     def _use(self, kid: str) -> None:
         """Write what lists an extent once more, so that it says when that was used; nothing, where it has gone meanwhile."""

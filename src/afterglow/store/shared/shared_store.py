@@ -125,9 +125,9 @@ class SharedStore:
         """Remove an extent that a client has deleted, before all that is to be published."""
         self._publisher.delete(extent)
 
-    def replaced(self, extent: ExtentId) -> None:
-        """Remove an extent that a merged one has replaced, after what is to be published."""
-        self._publisher.delete(extent, first=False)
+    def replaced(self, part: ExtentId, whole: ExtentId) -> None:
+        """Remove an extent that a merged one has replaced, once that is published, or deleted."""
+        self._publisher.replaced(part, whole)
 
     def rest(self, seconds: float) -> bool:
         """Wait until nothing is to be published, deleted or fetched; tell whether that was so within `seconds`. For tests."""

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from afterglow import CacheConfig, EngineConfig, LanguageModel, RequestError, SamplingParams, load_model
-from afterglow.engine.grammars.compiler import Grammars
+from afterglow.engine.grammars import compiler
+from afterglow.engine.grammars.compiler import Grammars, find_offending
 from afterglow.request import Completion, Grammar, Request
 from tests.structured_model import random_model
 
@@ -213,6 +214,50 @@ def test_the_part_of_a_schema_that_cannot_be_enforced_is_named(
     with pytest.raises(RequestError) as caught:
         ask(model, Grammar("json_schema", json.dumps(schema), param="schema"))
     assert caught.value.param == "schema" + where + path
+
+
+def test_the_search_for_the_offending_part_ends_in_time() -> None:
+    """Each trial compiles all definitions, which may take half a second."""
+    now, tried = 0.0, []
+
+    def error_of(part: object) -> str:
+        nonlocal now
+        now += 0.5 * compiler.SEARCH_SECONDS
+        tried.append(part)
+        return "wrong" if "properties" in json.dumps(part) else ""
+
+    inner = {"properties": {f"p{n}": {"properties": {}} for n in range(100)}}
+    schema = {"properties": {"a": {"type": "null"}, "b": inner}}
+    assert find_offending(schema, "wrong", error_of, lambda: now) == (".properties.b", "wrong")
+    assert len(tried) == 2
+
+
+def test_the_offending_part_of_a_schema_is_searched_once(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, searched = compiler.find_offending, []
+
+    def counted(schema: object, *more: Any) -> tuple[str, str]:
+        searched.append(schema)
+        return found(schema, *more)
+
+    monkeypatch.setattr(compiler, "find_offending", counted)
+    grammars = Grammars(model.engine.vocab_size, model.engine.eos_token_ids)
+    grammars.use_tokenizer(model.tokenizer.serialized)
+
+    def ask_for(name: str, param: str) -> None:
+        text = json.dumps({"properties": {name: {"uniqueItems": True}}})
+        with pytest.raises(RequestError) as caught:
+            grammars.check(Grammar("json_schema", text, param=param))
+        path = f"{param}.properties.{name}.uniqueItems"
+        assert str(caught.value) == f"{path}: the keyword 'uniqueItems' cannot be enforced"
+        assert (caught.value.status, caught.value.param, caught.value.code) == (400, path, "invalid_grammar")
+
+    ask_for("a", "schema")
+    ask_for("a", "another_field")
+    assert len(searched) == 1
+    for number in range(compiler.MAX_KEPT):
+        ask_for(f"b{number}", "schema")
+    ask_for("a", "schema")
+    assert len(searched) == compiler.MAX_KEPT + 2, "the oldest refusals are forgotten"
 
 
 def test_thousands_of_rules_within_each_other_do_not_end_the_process(model: LanguageModel) -> None:

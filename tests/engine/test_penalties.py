@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,18 @@ def test_no_stop_token_before_the_least_length(start: Start, model_of: Models) -
         assert not set(answer.tokens[:least]) & set(stops)
         assert (answer.finish_reason == "stop") == (answer.tokens[-1] in stops)
         assert least < 12 or answer.finish_reason == "length"
+
+
+@pytest.mark.parametrize("stop", [999_999, VOCAB, -5])
+def test_a_stop_token_that_there_is_not(start: Start, model_of: Models, stop: int) -> None:
+    """It ends nothing, and no other token is kept back for it."""
+    handle = start(model_of("llama"))
+    params = SamplingParams(max_tokens=3, temperature=0, logit_bias={VOCAB - 5: 100.0}, min_tokens=2)
+    for number, stops in enumerate(((stop,), ())):
+        request = Request(f"r{number}", text(1, 30), replace(params, stop_token_ids=stops))
+        (answer,) = handle.engine.generate([request])
+        assert answer.tokens == (VOCAB - 5,) * 3
+    assert handle.engine.healthy
 
 
 def test_a_bias_for_a_token_that_there_is_not(start: Start, model_of: Models) -> None:

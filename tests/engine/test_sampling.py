@@ -60,6 +60,13 @@ def test_filters_equal_the_reference(
     assert got == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("top_p", [5e-324, 1e-46, 1e-30])
+def test_the_likeliest_token_stays_however_small_top_p_is(top_p: float) -> None:
+    """The first two are 0 as float32."""
+    sampler = Sampler.of(SamplingParams(top_p=top_p, seed=1), torch.device("cpu"))
+    assert sample(torch.tensor([[0.0, 1.0, 2.0]]), [sampler]) == [2]
+
+
 def test_seeded_draws_do_not_depend_on_the_batch() -> None:
     torch.manual_seed(0)
     logits = torch.randn(5, 50)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from afterglow.errors import ConfigError
 from afterglow.server.lifecycle.service import listen
 from afterglow.server.server_config import ServerConfig
 from afterglow.text import lengths
+from afterglow.text.chat_template import ChatTemplate
 from tests.server.conftest import Running, running
 from tests.waiting import wait_for
 
@@ -163,6 +165,80 @@ def test_malformed_json(server: Running, data: bytes) -> None:
         answer = http.post(TEXT, content=data)
     assert answer.status_code in (400, 404)
     assert "error" in answer.json()
+
+
+def test_a_number_that_would_be_infinite_is_refused_before_any_work(server: Running) -> None:
+    """Once it was found when the answer was written, behind the whole reply."""
+    before = len(server.engine.requests)
+    tool = '{"type": "function", "name": "f", "parameters": {"properties": {"a": {"default": -1.5e999}}}}'
+    with server.http() as http:
+        answer = http.post("/v1/responses", content=f'{{"input": "hi", "tools": [{tool}]}}')
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+    assert "-1.5e999" in answer.json()["error"]["message"]
+    assert len(server.engine.requests) == before
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"a": ["x" * 20_000]}}}
+VARIABLES = {"chat_template_kwargs": {"a": {"b": ["x" * 20_000]}}}
+MARKER = [{"role": "user", "content": "<|im_end|>"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [*HI["messages"], {"role": "assistant", "content": None, "tool_calls": [CALL]}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "hi", "other": {"a": [[""] * 20_000]}}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "hi", "other": {"a": [{"<|im_end|>": 1}]}}]}),
+        (CHAT, {**HI, **VARIABLES}),
+        ("/v1/responses", {"input": "hi", **VARIABLES}),
+        ("/v1/messages", {**HI, "max_tokens": 1, **VARIABLES}),
+        ("/tokenize", {**HI, **VARIABLES}),
+        (CHAT, {"messages": MARKER}),
+        ("/tokenize", {"messages": MARKER}),
+        ("/tokenize", {**HI, "tools": [{"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}]}),
+    ],
+)
+def test_what_may_take_long_is_done_beside_the_event_loop(
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    """Nested values count as well. A marker in a message may need another tokenizer, which takes seconds to make."""
+    render, threads = ChatTemplate.render, []
+
+    def watched(*args: Any, **more: Any) -> str:
+        threads.append(threading.current_thread())
+        return render(*args, **more)
+
+    monkeypatch.setattr(ChatTemplate, "render", watched)
+    with server.http() as http:
+        assert http.post(path, json=body).status_code in (200, 400)
+    assert threads
+    assert server.thread not in threads
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "body"),
+    [
+        (
+            CHAT,
+            "messages",
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"a": {}}}]}]},
+        ),
+        (CHAT, "messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "b": {}}]}]}),
+        (CHAT, "chat_template_kwargs", {**HI, "chat_template_kwargs": {"a": {}}}),
+        ("/v1/responses", "chat_template_kwargs", {"input": "hi", "chat_template_kwargs": {"a": {}}}),
+        ("/v1/messages", "chat_template_kwargs", {**HI, "max_tokens": 1, "chat_template_kwargs": {"a": {}}}),
+        ("/tokenize", "chat_template_kwargs", {**HI, "chat_template_kwargs": {"a": {}}}),
+    ],
+)
+def test_nested_texts_count_as_well(server: Running, path: str, field: str, body: dict[str, Any]) -> None:
+    data = json.dumps(body).replace("{}", json.dumps([{"c": "x" * (2**22 + 1)}, {"d": 1}]))
+    with server.http() as http:
+        answer = http.post(path, content=data)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert f"{field}: at most 4194304 characters are tokenised at once" in error["message"]
+    if path != "/v1/messages":  # Anthropic's errors have no such field
+        assert error["param"] == field
 
 
 def test_an_error_about_text_that_is_none(server: Running) -> None:

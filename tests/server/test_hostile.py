@@ -191,7 +191,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], int, str]] = {
         CHAT,
         lambda: json.dumps({"messages": HI}).encode().replace(b"}]}", b'}],"top_p":-1e999}'),
         400,
-        "top_p",
+        "-1e999 is",
     ),
     "numbers of a million digits": (
         TEXT,

@@ -88,6 +88,20 @@ def test_settings_are_checked() -> None:
         ServerConfig(chat_truncation="always")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("key", [" secret", "secret\n", "sec\tret", "schlüssel", "se\x00cret", "\u2028", "secret\x7f"])
+def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
+    for option, config in (
+        ("--api-key", {"api_key": ("good", key)}),
+        ("--admin-key", {"admin_key": key}),
+        ("--metrics-key", {"metrics_key": key}),
+        ("--api-key", {"api_key": (key,), "urgent_key": (key,)}),
+    ):
+        with pytest.raises(ConfigError, match=f"{option} must be printable ASCII without white space") as error:
+            ServerConfig(**config)  # type: ignore[arg-type]
+        assert key not in str(error.value)
+    ServerConfig(api_key=("a key", "~!"), admin_key="x")
+
+
 def test_numbers_of_all_tenants_are_for_the_one_in_charge(keyed: Running, model_dir: Path) -> None:
     assert client(keyed, "boss").get("/metrics").status_code == 200
     answer = client(keyed, "one").get("/metrics")

@@ -510,6 +510,8 @@ def test_bad_queries(server: Running) -> None:
             (f"{reply.id}/input_items?limit=0", "limit"),
             (f"{reply.id}/input_items?limit=many", "limit"),
             (f"{reply.id}/input_items?limit={'9' * 5000}", "limit"),
+            (f"{reply.id}/input_items?limit=000000001{'0' * 5000}", "limit"),
+            (f"{reply.id}/input_items?limit=0000000011", "limit"),
             (f"{reply.id}/input_items?order=up", "order"),
             (f"{reply.id}/input_items?after=msg_x", "after"),
         ):

@@ -224,7 +224,7 @@ DEEP_PATH = ("guided_json" + ".properties.a" * 20)[:200] + "..."
         (RESPONSES, {"text": {"format": 3}}, "text.format", "an object"),
         (COMPLETIONS, {"guided_json": 3}, "guided_json", "a JSON schema"),
         (COMPLETIONS, {"guided_json": "{"}, "guided_json", "Expecting"),
-        (COMPLETIONS, {"guided_json": "[" * 100_000}, "guided_json", "recursion"),
+        (COMPLETIONS, {"guided_json": "[" * 100_000}, "guided_json", "nested too deeply"),
         (COMPLETIONS, {"guided_json": TAGS}, "guided_json.properties.tags.uniqueItems", "cannot be enforced"),
         (COMPLETIONS, {"guided_regex": ""}, "guided_regex", "not empty"),
         (COMPLETIONS, {"guided_regex": "(a"}, "guided_regex", "unclosed group"),

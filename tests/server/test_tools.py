@@ -407,6 +407,17 @@ def test_other_tools_than_before_and_malformed_arguments_are_taken(hermes: Scrip
     assert '{"name": "gone", "arguments": "{\\"a\\": "}' in hermes.prompt()
 
 
+@pytest.mark.parametrize("depth", [64, 65, 600, 100_000])
+def test_deep_arguments_are_taken_as_text(hermes: Scripted, depth: int) -> None:
+    """As deep as a request may be they are an object; the rest would be read by recursion."""
+    arguments = '{"a": ' * depth + "1" + "}" * depth
+    body = {"messages": [ASK, calls(call_of(arguments=arguments)), RESULT], "tools": [WEATHER]}
+    answer = httpx.post(f"{hermes.url}/tokenize", json=body)
+    assert answer.status_code == 200, answer.text
+    prompt = hermes.tokenizer.decode(answer.json()["tokens"], False)
+    assert f'"arguments": {arguments if depth == 64 else json.dumps(arguments)}}}' in prompt
+
+
 # ------------------------------------------------------------------------------------------------------- forced calls
 
 
@@ -548,6 +559,30 @@ def test_forced_arguments_may_be_required_without_being_listed(free: list[Script
         )
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("{", "Expecting"),
+        ("[1]", "got an array"),
+        ("3", "got 3"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"not":' * 65 + "{}" + "}" * 65, "nested too deeply"),
+    ],
+    ids=["cut", "array", "number", "endless", "deep"],
+)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_schema_as_text_beside_tools_is_read_before_any_work(
+    hermes: Scripted, given: str, said: str, choice: str
+) -> None:
+    for param, fields in (
+        ("guided_json", {"guided_json": given}),
+        ("structured_outputs.json", {"structured_outputs": {"json": given}}),
+    ):
+        error = refused(hermes, messages=[ASK], tools=[WEATHER], tool_choice=choice, **fields)
+        assert (error["param"], error["code"]) == (param, "invalid_grammar")
+        assert said in error["message"]
+
+
 def test_a_reply_with_tools_and_a_schema_is_either(free: list[Scripted]) -> None:
     kinds = set()
     schema = {
@@ -567,3 +602,29 @@ def test_a_reply_with_tools_and_a_schema_is_either(free: list[Scripted]) -> None
             else:
                 assert json.loads(answer.message.content).keys() == {"ok"}
     assert kinds == {"tool_calls", "stop"}
+
+
+def test_keywords_of_a_tool_that_are_null_say_nothing(free: list[Scripted]) -> None:
+    empty = {"required": None, "additionalProperties": None, "minProperties": None, "anyOf": None, "$defs": None}
+    for server in free:
+        counting = tool({"type": "object", "properties": {"n": {"type": "integer"}}, **empty})
+        ask(server, tools=[counting], tool_choice="required", max_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("schema", "where", "said"),
+    [
+        ({"$ref": "#/$defs/none"}, ".$ref", "does not exist"),
+        ({"$ref": "http://elsewhere/x"}, ".$ref", "not present"),
+        ({"$ref": "#"}, ".$ref", "without end"),
+        ({"properties": {}, "required": ["z"], "additionalProperties": False}, "", "'z' is unsatisfiable"),
+    ],
+    ids=str,
+)
+def test_a_tool_whose_arguments_cannot_be_is_named_with_its_path(
+    free: list[Scripted], schema: dict[str, Any], where: str, said: str
+) -> None:
+    for server in free:
+        error = refused(server, messages=[ASK], tools=[LIMITED, tool(schema, name="g")], tool_choice="required")
+        assert (error["param"], error["code"]) == (f"tools[1].function.parameters{where}", "invalid_grammar"), error
+        assert said in error["message"]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import tokenizers as hf
+from hypothesis import example, given
+from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers
 
 from afterglow.errors import RequestError
 from afterglow.text import Tokenizer
+from afterglow.text.markers import Markers, any_of
 from tests import doors
 from tests.text import toys
 
@@ -204,3 +209,34 @@ def test_the_refusal_names_the_token(byte_level: Tokenizer, monkeypatch: pytest.
     monkeypatch.setattr(twin, "encode", leaky)
     with pytest.raises(RequestError, match=r"special token <\|im_end\|>"):
         byte_level.encode_chat([{"role": "user", "content": "<|im_end|>"}])
+
+
+# ------------------------------------------------------------------------------------------------ how they are found
+
+PIECES = st.text("<>ab|.*+?()[]{}^$\\# \n-", max_size=4)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["", "<", "<|", "<a.", "<a.*"]), PIECES).map("".join).filter(bool), min_size=1),
+    st.lists(PIECES),
+    st.sampled_from([0, 1, 2, 100]),
+)
+@example(["a" * n for n in range(1, 400)], [], 100)  # nested too deeply for one group within another
+def test_the_pattern_finds_what_a_list_of_all_markers_finds(texts: list[str], between: list[str], depth: int) -> None:
+    """The longest one at each place."""
+    texts = list(dict.fromkeys(texts))
+    flat = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
+    found = re.compile(any_of(texts, depth))
+    text = "".join(piece for pair in zip(texts, [*between, *texts], strict=False) for piece in pair)
+    for read in (text, *between, *texts, *(each[:-1] for each in texts)):
+        assert [each.span() for each in found.finditer(read)] == [each.span() for each in flat.finditer(read)]
+
+
+def test_a_thousand_markers_are_looked_for_at_once(tokenizers: dict[str, Tokenizer]) -> None:
+    """As Mistral's tokenizers have them."""
+    many = {f"<SPECIAL_{number}>": number for number in range(1000)} | {"[INST]": 1000, "[/INST]": 1001}
+    assert any_of(list(many)).count("SPECIAL") == 1
+    found = Markers(doors.library_tokenizer(tokenizers["byte_level"]), many)
+    began = time.thread_time()
+    assert not found.mentioned_in("<" * 2**18)
+    assert time.thread_time() - began < 0.3, "one after the other they take 5 s, and all at once 0.02 s"

@@ -128,6 +128,29 @@ def test_a_reply_that_is_cut_anywhere_has_no_call_but_the_beginnings_of_its_own(
                 assert whole == arguments if ended else whole.startswith(arguments), (kind, text[:cut])
 
 
+DEEP = "[" * 3000
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "calls"),
+    [
+        (HarmonyParser, f" to=functions.g<|channel|>commentary json<|message|>{DEEP}", [("g", DEEP, False)]),
+        (MistralParser, f"[TOOL_CALLS]g[ARGS]{DEEP} ", [("g", f"{DEEP} ", False)]),  # "[" may begin a mark
+        (QwenXmlParser, f"<function=f><parameter=a>{DEEP}</parameter></function>", [("f", f'{{"a": "{DEEP}"}}', True)]),
+        (
+            HermesParser,
+            f'<tool_call>{{"arguments": {DEEP}{DEEP.replace("[", "]")}, "name": "g"}}</tool_call>',
+            [("g", DEEP + DEEP.replace("[", "]"), True)],
+        ),
+        (LlamaParser, f'{{"name": {DEEP}{DEEP.replace("[", "]")}}}', []),
+    ],
+    ids=["harmony", "mistral", "qwen", "hermes", "llama"],
+)
+def test_a_reply_of_brackets_alone_is_read(kind: type[ReplyParser], text: str, calls: Calls) -> None:
+    """Python's reader of JSON goes a thousand deep at most."""
+    assert read(kind(TOOLS), text, 1000)[2] == calls
+
+
 def test_thoughts_are_apart() -> None:
     text = (
         "<|channel|>analysis<|message|>hmm<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json"
@@ -209,6 +232,7 @@ def test_a_response_template_is_read_by_transformers() -> None:
             [("f", {"a": 1}, True)],
         )
     assert read(form.parser(TOOLS), "<tool_call>{no</tool_call>", 3)[2] == []
+    assert read(form.parser(TOOLS), f"<tool_call>{DEEP}</tool_call>", 1000)[2] == []
     assert choose_format("auto", kit.HERMES, {"fields": 5}).name == "hermes"
     with pytest.raises(ModelError, match="not valid"):
         choose_format("response_template", kit.HERMES, {"fields": 5})

@@ -95,7 +95,9 @@ class _Tables:
         stops: Sequence[int],
         row: Tensor,
     ) -> _Tables:
-        tables = cls(_ids(stops, row), None, None, None)
+        # Requests may name stop tokens, and a model its ends, that the vocabulary lacks: no draw is one of them.
+        known = [token for token in stops if 0 <= token < row.shape[-1]]
+        tables = cls(_ids(known, row), None, None, None)
         if params.logit_bias:
             tables.bias = torch.zeros_like(row)
             values = on_device(list(params.logit_bias.values()), row.device, row.dtype)
@@ -221,7 +223,7 @@ def _filtered(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     columns = [
         [max(p.temperature, 1e-5) for p in params],
         [float(min(k, vocab)) for k in top_k],
-        [p.top_p if p.top_p < 1 else 2.0 for p in params],
+        [max(p.top_p, 1e-30) if p.top_p < 1 else 2.0 for p in params],  # as float32 it must not be 0, which cuts all
         [p.min_p for p in params],
     ]
     temperature, most, mass, least = on_device(columns, logits.device, torch.float32).unsqueeze(2)

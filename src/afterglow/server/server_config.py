@@ -18,6 +18,7 @@ SystemPromptMode = Literal["default", "always"]
 EngineProcessMode = Literal["auto", "on", "off"]
 
 _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s?#@]+")  # as browsers send it
+_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")  # as headers carry it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +151,15 @@ class ServerConfig(MemoReuse):
         for name in ("served_model_name", "api_key", "allowed_host", "cors_origin"):
             if not all(getattr(self, name)):
                 raise ConfigError(f"--{name.replace('_', '-')} cannot be empty")
-        for name, key in (("--admin-key", self.admin_key), ("--metrics-key", self.metrics_key)):
+        keys: list[tuple[str, str | None]] = [("--api-key", key) for key in self.api_key]
+        for name, key in (*keys, ("--admin-key", self.admin_key), ("--metrics-key", self.metrics_key)):
             if key == "":
                 raise ConfigError(f"{name} cannot be empty")
+            if key is not None and not _KEY.fullmatch(key):
+                raise ConfigError(
+                    f"{name} must be printable ASCII without white space at its ends, since no request could carry it "
+                    "otherwise; take the white space away (a line end, perhaps), or choose another key"
+                )
         if self.metrics_key is not None and self.metrics_key in (*self.api_key, self.admin_key):
             raise ConfigError("--metrics-key opens /metrics alone: it must not be the --admin-key nor an --api-key")
         if unknown := set(self.urgent_key) - {*self.api_key, *([self.admin_key] if self.admin_key else [])}:

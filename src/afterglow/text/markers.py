@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import json
 import logging
+import os.path
 import re
 import secrets
 import threading
@@ -65,6 +66,23 @@ class Encoded:
         return self.places[number] + span[0] - self.read[number]
 
 
+def any_of(texts: Sequence[str], depth: int = 100) -> str:
+    """Write a regular expression that finds the longest of `texts`; there must be one at least.
+
+    The beginnings that texts share are written once: otherwise each `<` would be compared with every marker, and some
+    tokenizers have a thousand. `depth`: groups within groups, which `re` compiles by recursion.
+    """
+    if len(texts) == 1 or not depth:
+        return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
+    head = os.path.commonprefix(texts)  # noqa: RUF071 - of characters, not of folders
+    rests: dict[str, list[str]] = {}  # by their first character
+    for text in texts:
+        if text != head:
+            rests.setdefault(text[len(head)], []).append(text[len(head) :])
+    inside = "|".join(any_of(each, depth - 1) for each in rests.values())
+    return f"{re.escape(head)}(?:{inside})" + "?" * (head in texts)
+
+
 class Markers:
     """The markers of one tokenizer, text to id. `unknown` is the marker that also stands for unknown characters."""
 
@@ -73,7 +91,7 @@ class Markers:
         self._ids = dict(markers)
         self._telling = {number for text, number in markers.items() if text != unknown}
         self._texts = sorted(markers, key=lambda text: (-len(text), text))  # the longest first, as tokenizers match
-        self._pattern = re.compile("|".join(map(re.escape, self._texts))) if markers else None
+        self._pattern = re.compile(any_of(self._texts)) if markers else None
         # It cannot be guessed, so a user cannot type the names that are made with it.
         self._nonce = secrets.token_hex(8)
         self._hidden = re.compile(f"\ue000{self._nonce}m(\\d+)\ue001")

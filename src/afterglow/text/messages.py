@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from afterglow.errors import RequestError
@@ -11,6 +12,7 @@ from afterglow.request import ToolCall
 from afterglow.text.chat_template import shown, shown_kind
 
 MAX_CALLS = 1024  # in one message
+MAX_NESTING = 64  # arrays and objects within each other: templates and others go into them by recursion
 _WHOLE = 2.0**53  # below which a float is exact
 
 
@@ -112,26 +114,50 @@ def _object(arguments: str | Mapping[str, Any]) -> Any:
     if not arguments.strip():
         return {}
     try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
+        value = read_json(arguments)
+    except ValueError:
         return arguments
     return value if isinstance(value, dict) else arguments
+
+
+def read_json(text: str) -> Any:
+    """Read a JSON text from elsewhere. Raises: ValueError, also where it is nested deeper than a request may be."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(_DEEP) from None
+    level = [value]
+    for _ in range(MAX_NESTING):
+        held = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = list(chain.from_iterable(held))
+    if any(isinstance(each, dict | list) for each in level):
+        raise ValueError(_DEEP)
+    return value
+
+
+_DEEP = f"it is nested too deeply: more than {MAX_NESTING} arrays and objects within each other"
 
 
 def _wrong(where: str, wanted: str, got: object) -> RequestError:
     return RequestError(f"{where} {wanted}, got {shown(got)}", param=where)
 
 
-def texts_in(messages: object) -> Iterator[str]:
-    """Yield all text of messages as a client sent them, before they are checked."""
-    for message in messages if isinstance(messages, list) else ():
-        for value in message.values() if isinstance(message, dict) else ():
-            for part in value if isinstance(value, list) else [value]:
-                text = part.get("text") if isinstance(part, dict) else part
-                if isinstance(text, str):
-                    yield text
-                elif isinstance(part, dict) and isinstance(call := part.get("function"), dict):
-                    yield from (each for each in call.values() if isinstance(each, str))
+def texts_in(value: object) -> Iterator[str]:
+    """Yield all parts of what a client sent, before it is checked: texts, and names of members, numbers and brackets as texts.
+    None of them is empty: together they are as long as the work on them."""
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, str):
+            yield each or '""'
+        elif isinstance(each, dict):
+            yield "{}"
+            waiting += [*each, *each.values()]
+        elif isinstance(each, list):
+            yield "[]"
+            waiting += each
+        else:
+            yield str(each)
 
 
 def flatten_messages(messages: object, name: str = "messages") -> list[dict[str, Any]]:

@@ -9,8 +9,10 @@ import contextlib
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
@@ -20,7 +22,7 @@ from afterglow.json_schema import ENDLESS, SHARED, endless, parts, sharpened
 from afterglow.request import Grammar, SamplingParams
 
 MAX_TEXT = 128 * 1024  # characters of a grammar
-MAX_KEPT = 64  # grammars, and in all
+MAX_KEPT = 64  # grammars, those that were refused too, and in all
 MAX_KEPT_TEXT = 1024**2  # characters of them
 # White space between the tokens of JSON: none, one space, or a line break with its indentation. Without a limit, a model that
 # does not know how to go on would write spaces until the reply is full.
@@ -47,7 +49,7 @@ class Grammars:
         self.eos_ids = tuple(eos_ids)
         self._read: Callable[[], str] | None = None
         self._tokenizer: LLTokenizer | None = None
-        self._known: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._known: OrderedDict[Grammar, LLMatcher | RequestError] = OrderedDict()
         self._lock = threading.Lock()
 
     def use_tokenizer(self, read: Callable[[], str]) -> None:
@@ -73,17 +75,23 @@ class Grammars:
         return Constraint(matcher, params, vocabulary)
 
     def _compiled(self, grammar: Grammar) -> LLMatcher:
+        if len(grammar.text) > MAX_TEXT:
+            raise _refused(f"at most {MAX_TEXT} characters are accepted, got {len(grammar.text)}", grammar.param)
         with self._lock:
-            found = self._known.get(grammar)
-            if found is not None:
-                self._known.move_to_end(grammar)
-                return found
+            made = self._known.get(grammar)
             tokenizer = self._tokenizer = self._tokenizer or self._load(grammar)
-        made = _compile(tokenizer, grammar)
+        if made is None:
+            try:
+                made = _compile(tokenizer, replace(grammar, param=""))  # it may come again in another field
+            except RequestError as error:
+                made = RequestError(str(error), param=error.param)  # without the stack of the one that was raised
         with self._lock:
             self._known[grammar] = made
+            self._known.move_to_end(grammar)
             while len(self._known) > MAX_KEPT or sum(len(each.text) for each in self._known) > MAX_KEPT_TEXT:
                 self._known.popitem(last=False)
+        if isinstance(made, RequestError):
+            raise RequestError(f"{grammar.param}{made}", param=f"{grammar.param}{made.param}", code="invalid_grammar")
         return made
 
     def _load(self, grammar: Grammar) -> LLTokenizer:
@@ -111,8 +119,6 @@ class Grammars:
 def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     """Compile a grammar, and refuse it where a part cannot be enforced. Raises: RequestError."""
     param = grammar.param
-    if len(grammar.text) > MAX_TEXT:
-        raise _refused(f"at most {MAX_TEXT} characters are accepted, got {len(grammar.text)}", param)
     made: list[LLMatcher] = []
     trouble: list[Exception] = []
 
@@ -204,6 +210,7 @@ def _deep_stack() -> Iterator[None]:
 
 
 MAX_TRIALS = 500  # parts of a schema that are compiled to find the one
+SEARCH_SECONDS = 1.0  # how long that may take: other requests wait for the thread
 
 _UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["([^"]+)"')
 _PLACE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
@@ -221,19 +228,22 @@ _KEYWORDS = {  # in an error's text: the keyword that it is about
 }
 
 
-def find_offending(schema: object, error: str, error_of: Callable[[object], str]) -> tuple[str, str]:
+def find_offending(
+    schema: object, error: str, error_of: Callable[[object], str], clock: Callable[[], float] = time.monotonic
+) -> tuple[str, str]:
     """Find the smallest part of a schema that gives `error`. `error_of` compiles a part, and returns its error or "".
 
-    Returns the part's path, to append to the name of the schema's field, and the error.
+    Returns the part's path, to append to the name of the schema's field, and the error. After `MAX_TRIALS`, or
+    `SEARCH_SECONDS` by `clock`, the part is the smallest that was found.
     """
-    trials = 0
+    trials, stop = 0, clock() + SEARCH_SECONDS
     error = _bare(error)
 
     def search(part: object, path: str) -> str:
         nonlocal trials
         for name, child in parts(part):
             trials += 1
-            if trials > MAX_TRIALS:
+            if trials > MAX_TRIALS or clock() >= stop:
                 break
             if _bare(error_of(_alone(child, schema))) == error:
                 return search(child, path + name)

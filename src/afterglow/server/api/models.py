@@ -12,7 +12,9 @@ from afterglow.server.bodies.reader import read_body
 from afterglow.server.bodies.text_bodies import DetokenizeBody, TokenizeBody
 from afterglow.server.json_responses import error_response, json_response
 from afterglow.server.metrics.collector import CONTENT_TYPE
+from afterglow.server.replies.make_requests import work_of
 from afterglow.server.state import State, state_and_record
+from afterglow.text.messages import texts_in
 from afterglow.version import __version__
 
 
@@ -80,7 +82,10 @@ async def tokenize(http: HttpRequest) -> Response:
             variables=body.chat_template_kwargs,
         ).ids
 
-    ids = await state.text_threads.run(body.size, work)
+    size = body.size
+    if body.messages is not None:
+        size = work_of(state.tokenizer, size, texts_in(body.messages), body.tool_use.tools)
+    ids = await state.text_threads.run(size, work)
     answer = {"count": len(ids), "max_model_len": state.engine.max_model_len, "tokens": ids}
     return await state.text_threads.respond(len(ids), lambda: answer)
 

@@ -48,7 +48,7 @@ async def create_response(http: HttpRequest) -> Response:
 
     def join() -> tuple[list[dict[str, Any]], dict[int, Reply], int]:
         messages, replies = as_messages(body.instructions, [*before, *items], len(before))
-        return messages, replies, check_messages(messages, "input") + body.tool_use.size
+        return messages, replies, check_messages(messages, "input") + body.size
 
     messages, replies, size = await state.text_threads.run(MESSAGE_CHARS * (len(before) + len(items)), join)
     cut = body.truncation == "auto"
@@ -242,7 +242,8 @@ async def input_items(http: HttpRequest) -> Response:
     order, limit = query.get("order", "desc"), query.get("limit", "20")
     if order not in ("asc", "desc"):
         raise RequestError(f"order must be asc or desc, got {order[:80]!r}", param="order")
-    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_PAGE:
+    most = int(limit) if limit.isdecimal() and len(limit) <= 9 else 0  # Python reads no number of thousands of digits
+    if not 1 <= most <= MAX_PAGE:
         raise RequestError(f"limit must be between 1 and {MAX_PAGE}, got {limit[:80]!r}", param="limit")
     if order == "desc":
         items.reverse()
@@ -251,7 +252,7 @@ async def input_items(http: HttpRequest) -> Response:
         if not places:
             raise RequestError(f"there is no item {after[:80]!r} in this response", param="after")
         items = items[places[0] + 1 :]
-    page = items[: int(limit)]
+    page = items[:most]
     return json_response(
         {
             "object": "list",

@@ -14,6 +14,8 @@ from afterglow.errors import RequestError
 from afterglow.request import Grammar, GrammarKind
 from afterglow.server.bodies.json_body import JsonBody
 from afterglow.server.bodies.limits import unsupported, wrong
+from afterglow.text.chat_template import shown
+from afterglow.text.messages import read_json
 
 JSON_MODE = '{"type": "object"}'
 _KINDS: dict[str, GrammarKind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
@@ -107,14 +109,29 @@ def _outputs(given: dict[str, Any]) -> list[Grammar]:
 
 
 def _of_vllm(name: str, given: Any, param: str, compact: bool = False) -> Grammar:
-    """Read one of vLLM's kinds: a schema may be an object or its text, choices are a list of texts, the others a text."""
+    """Read one of vLLM's kinds: a schema may be an object or a text, choices are a list of texts, the others a text."""
     if name == "choice":
         if not (isinstance(given, list) and given and all(isinstance(each, str) and each for each in given)):
             raise wrong(param, "must be a list of texts, none of them empty", given)
         return Grammar("choice", json.dumps(given), param=param)
-    if name == "json" and isinstance(given, dict):
-        return Grammar("json_schema", json.dumps(given), compact, param)
+    if name == "json":
+        return Grammar("json_schema", _schema(given, param), compact, param)
     if not isinstance(given, str) or not given:
-        wanted = "a JSON schema, as an object or as text" if name == "json" else "a text that is not empty"
-        raise wrong(param, f"must be {wanted}", given)
+        raise wrong(param, "must be a text that is not empty", given)
     return Grammar(_KINDS[name], given, compact, param)
+
+
+def _schema(given: Any, param: str) -> str:
+    """Read a schema, an object or a text, as a text that can be read as JSON. Raises: RequestError."""
+    if isinstance(given, dict):
+        return json.dumps(given)
+    found = given
+    if isinstance(given, str):
+        try:
+            found = read_json(given)
+        except ValueError as error:
+            raise RequestError(f"{param}: {error}", param=param, code="invalid_grammar") from None
+        if isinstance(found, dict | bool):
+            return given
+    said = f"{param} must be a JSON schema, as an object or as text, got {shown(found)}"
+    raise RequestError(said, param=param, code="invalid_grammar")

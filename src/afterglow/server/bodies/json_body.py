@@ -13,8 +13,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 from pydantic_core import PydanticCustomError
 
 from afterglow.errors import RequestError
-from afterglow.server.bodies.limits import MAX_CHAT_VALUES, MAX_NAME, wrong
+from afterglow.server.bodies.limits import MAX_CHAT_VALUES, MAX_NAME, check_chars, wrong
 from afterglow.server.bodies.tool_fields import ToolUse
+from afterglow.text.messages import texts_in
 
 MAX_SESSION_NAME = 256
 
@@ -64,7 +65,8 @@ class JsonBody(BaseModel):
 
     @property
     def size(self) -> int:
-        """Return the work of the messages and the tools, in characters. Known once the body is checked."""
+        """Return the work of the messages, the tools and the template's variables, in characters. Known once the body is
+        checked."""
         return self._size
 
     @property
@@ -113,8 +115,13 @@ def check_effort(effort: object, param: str) -> None:
         raise wrong(param, f"must be one of {', '.join(EFFORTS)}", effort)
 
 
-def check_variables(variables: Mapping[str, object] | None) -> None:
-    """Refuse template variables that would replace the conversation. Raises: RequestError."""
+def check_variables(variables: Mapping[str, object] | None) -> int:
+    """Estimate the work of template variables, in characters. Raises: RequestError, if they are too long, or would replace the
+    conversation."""
+    name = "chat_template_kwargs"
     taken = {"messages", "add_generation_prompt"} & set(variables or ())
     if taken:
-        raise RequestError(f"chat_template_kwargs cannot set {sorted(taken)[0]}", param="chat_template_kwargs")
+        raise RequestError(f"{name} cannot set {sorted(taken)[0]}", param=name)
+    chars = sum(map(len, texts_in(variables))) if variables else 0
+    check_chars(chars, name)
+    return chars

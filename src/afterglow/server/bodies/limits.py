@@ -13,9 +13,8 @@ from typing import Any
 
 from afterglow.errors import RequestError
 from afterglow.text.chat_template import shown
-from afterglow.text.messages import texts_in
+from afterglow.text.messages import MAX_NESTING, texts_in
 
-MAX_NESTING = 64  # arrays and objects within each other
 MAX_VALUES = 2_000_000  # of a body whose values may be token ids
 MAX_CHAT_VALUES = 250_000  # of other bodies
 MAX_MESSAGES = 16_384  # of a conversation; parts of messages count as well

@@ -86,7 +86,7 @@ class MessagesBody(Body):
                 raise RequestError("max_tokens is required", param="max_tokens")
             if self.max_tokens < 0:
                 raise wrong("max_tokens", "must be 0 or more", self.max_tokens)
-        check_variables(self.chat_template_kwargs)
+        variables = check_variables(self.chat_template_kwargs)
         self._check_thinking()
         self._check_effort()
         _check_edits(self.context_management or {})
@@ -98,7 +98,7 @@ class MessagesBody(Body):
         self.messages = read_messages(self.system, self.messages, marks)
         marks.add_last({"cache_control": self.cache_control}, last_block(self.messages))
         self._marks = marks.found
-        self._size = check_messages(self.messages) + self._tool_use.size
+        self._size = check_messages(self.messages) + self._tool_use.size + variables
         self.system = self.tools = None  # they would be pickled twice
 
     def _check_thinking(self) -> None:

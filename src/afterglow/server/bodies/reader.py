@@ -14,6 +14,7 @@ import contextlib
 import importlib
 import json
 import logging
+import math
 import os
 import pickle
 import subprocess
@@ -40,13 +41,13 @@ def parse(data: bytes | bytearray, kind: type[B]) -> B:
     """Parse and check the JSON of a request as a `kind`. Raises: RequestError."""
     check_shape(data, kind.most_values)
     try:
-        value = json.loads(data.decode("utf-8-sig"), parse_constant=_no_constant)
+        value = json.loads(data.decode("utf-8-sig"), parse_constant=_no_constant, parse_float=_finite)
     except json.JSONDecodeError as error:
         raise _invalid(str(error)) from None
     except UnicodeDecodeError as error:
         raise _invalid(f"byte {error.start} is not UTF-8") from None
     except (ValueError, RecursionError) as error:
-        known = isinstance(error, _NoConstant)
+        known = isinstance(error, _NoNumber)
         raise _invalid(str(error) if known else "it has a number of thousands of digits") from None
     if not isinstance(value, dict):
         raise RequestError(f"the request body must be a JSON object, got {shown(value)}")
@@ -62,12 +63,20 @@ def parse(data: bytes | bytearray, kind: type[B]) -> B:
     return body
 
 
-class _NoConstant(ValueError):
+class _NoNumber(ValueError):
     pass
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise _NoConstant(f"{name} is no JSON value; send a number, or null")
+    raise _NoNumber(f"{name} is no JSON value; send a number, or null")
+
+
+def _finite(text: str) -> float:
+    """Read a number. One that is read as infinite could not be written into an answer."""
+    value = float(text)
+    if math.isinf(value):
+        raise _NoNumber(f"{text[:80]} is beyond the largest number of 64 bits; send a smaller one, or null")
+    return value
 
 
 def _invalid(reason: str) -> RequestError:

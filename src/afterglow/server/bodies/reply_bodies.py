@@ -286,13 +286,12 @@ class ChatBody(ChoicesBody):
     def check(self) -> None:
         super().check()
         self._tool_use = read_tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
-        self._size = check_messages(self.messages) + self._tool_use.size
+        self._size = check_messages(self.messages) + self._tool_use.size + check_variables(self.chat_template_kwargs)
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
             raise wrong("top_logprobs", f"must be between 0 and {MAX_LOGPROBS}", self.top_logprobs)
         check_effort(self.reasoning_effort, "reasoning_effort")
-        check_variables(self.chat_template_kwargs)
 
 
 class ResponseBody(Body):
@@ -354,7 +353,6 @@ class ResponseBody(Body):
         if (self.text or {}).get("verbosity") not in UNUSED_VERBOSITY:
             raise unsupported("text.verbosity")
         check_effort(self.reasoning_effort, "reasoning.effort")
-        check_variables(self.chat_template_kwargs)
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
             raise wrong("max_output_tokens", "must be 1 or more", self.max_output_tokens)
         metadata = self.metadata or {}
@@ -369,3 +367,5 @@ class ResponseBody(Body):
         check_chars(len(self.instructions or ""), "instructions")
         check_messages(self.input, "input")
         self.input = read_input(self.input)
+        # The messages are counted once they have joined those of the conversation so far.
+        self._size = self._tool_use.size + check_variables(self.chat_template_kwargs)

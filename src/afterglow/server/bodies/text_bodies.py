@@ -35,9 +35,9 @@ class TokenizeBody(JsonBody):
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
         check_chars(len(self.prompt or ""), "prompt")
-        check_variables(self.chat_template_kwargs)
+        variables = check_variables(self.chat_template_kwargs)
         self._tool_use = read_tool_use(self.tools, None, None)
-        messages = check_messages(self.messages) + self._tool_use.size
+        messages = check_messages(self.messages) + self._tool_use.size + variables
         self._size = len(self.prompt) if self.prompt is not None else messages
 
 

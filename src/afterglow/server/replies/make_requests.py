@@ -7,8 +7,9 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request as HttpRequest
@@ -23,7 +24,7 @@ from afterglow.server.bodies.reply_bodies import Body, ChatBody, ResponseBody
 from afterglow.server.bodies.tool_fields import ToolUse
 from afterglow.server.prompts.system_prompts import RegisteredPrompt
 from afterglow.server.state import State, state_and_record
-from afterglow.text import ChatPrompt, Reply
+from afterglow.text import ChatPrompt, Reply, Tokenizer
 from afterglow.text.lengths import LONG
 from afterglow.text.messages import texts_in
 from afterglow.text.tool_calls.formats import forced_grammar
@@ -117,11 +118,8 @@ async def encode(
         return found, registered
 
     size *= 1 + len(marks)  # to find them is to render anew
-    if size <= LONG:
-        texts = (*texts_in(messages), *prompts.texts(salt))
-        # A marker in a message may need another tokenizer, whose construction takes seconds once.
-        waits = any(map(tokenizer.markers.mentioned_in, texts)) or tokenizer.markers.mentioned(tools)
-        size = LONG + 1 if waits else max(size, sum(map(len, texts)) + body.tool_use.size)
+    own = prompts.texts(salt)
+    size = work_of(tokenizer, size + sum(map(len, own)), chain(texts_in(messages), own), tools)
     try:
         prompt, registered = await state.text_threads.run(size, work)
     except RequestError as error:
@@ -134,6 +132,15 @@ async def encode(
     if registered is not None and not variables and not tools:
         prompts.used(registered, prompt.ids)
     return prompt
+
+
+def work_of(tokenizer: Tokenizer, size: int, texts: Iterable[str], tools: Sequence[Mapping[str, Any]]) -> int:
+    """Return how much work a conversation is, where its length alone makes it `size`: a marker in its texts or its tools may need
+    another tokenizer, whose construction takes seconds once."""
+    if size > LONG:
+        return size
+    marked = any(map(tokenizer.markers.mentioned_in, texts)) or tokenizer.markers.mentioned(tools)
+    return LONG + 1 if marked else size
 
 
 def chat_requests(

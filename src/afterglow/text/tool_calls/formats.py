@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from afterglow.errors import ConfigError, ModelError
 from afterglow.json_schema import sharpened
+from afterglow.text.tool_calls.arguments import arguments_of, closed
 from afterglow.text.tool_calls.harmony import HarmonyParser
 from afterglow.text.tool_calls.json_calls import HermesParser, LlamaParser
 from afterglow.text.tool_calls.mistral import MistralParser
@@ -24,8 +25,6 @@ Mark = Callable[[str], str]  # writes a mark in a grammar: as a token where it i
 
 # As templates write JSON, and as they tell models to.
 _FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Beside these, properties may be listed elsewhere.
-_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "if", "$ref")
 
 
 def forced_grammar(
@@ -42,12 +41,14 @@ def forced_grammar(
     `form`: of the calls. `newer`: names stand before `[ARGS]`, as Mistral's newer models have it. `answer`: the schema of
     replies that are no call; None if there must be one.
     """
-    start, rules = _calls(form, tools, mark, several, newer)
+    # Null is as good as nothing, which the compiler does not know.
+    said = {name: {key: value for key, value in tool.items() if value is not None} for name, tool in tools.items()}
+    start, rules = _calls(form, said, mark, several, newer)
     if answer is None:
         return f"start: {start}\n{rules}"
-    said = {"x-guidance": _FORM, **sharpened(answer)} if isinstance(answer, Mapping) else {"x-guidance": _FORM}
+    asked = {"x-guidance": _FORM, **sharpened(answer)} if isinstance(answer, Mapping) else {"x-guidance": _FORM}
     head = f'{mark("<|channel|>")} "final" {mark("<|message|>")} ' if form == "openai" else ""
-    return f"start: calls | answer\ncalls: {start}\nanswer: {head}%json {json.dumps(said)}\n{rules}"
+    return f"start: calls | answer\ncalls: {start}\nanswer: {head}%json {json.dumps(asked)}\n{rules}"
 
 
 def _calls(form: str, tools: Schemas, mark: Mark, several: bool, newer: bool) -> tuple[str, str]:
@@ -89,11 +90,7 @@ def _text(text: str) -> str:
 def _json(schema: Mapping[str, Any]) -> str:
     """Write JSON as templates do: one space after commas and colons. What the compiler does not know of a schema is not
     enforced. A function has no other arguments than those that are listed, unless the schema says so, or asks for more."""
-    listed, required = schema.get("properties"), schema.get("required") or ()
-    closed = isinstance(listed, Mapping) and set(required) <= set(listed) and not set(_OPEN) & set(schema)
-    if closed and listed is not None and schema.get("minProperties") not in (None, *range(len(listed) + 1)):
-        closed = False
-    said = {"type": "object", **({"additionalProperties": False} if closed else {}), **sharpened(schema)}
+    said = {"type": "object", **({"additionalProperties": False} if closed(schema) else {}), **sharpened(schema)}
     return "%json " + json.dumps({**said, "x-guidance": {**_FORM, "lenient": True}})
 
 
@@ -102,23 +99,35 @@ def _xml(tools: Schemas) -> str:
     for number, (name, schema) in enumerate(tools.items()):
         head = _text(f"<tool_call>\n<function={name}>\n")
         parts = []
-        required = schema.get("required", ())
-        for place, (key, value) in enumerate((schema.get("properties") or {}).items()):
+        said = arguments_of(schema)
+        for place, (key, value) in enumerate(said.named.items()):
+            if value is False and key not in said.required:
+                continue
             rule = f"value_{number}_{place}"
             rules.append(_value(rule, value, schema))
-            part = f"{_text(f'<parameter={key}>' + chr(10))} {rule}"
-            parts.append(part if key in required else f"({part})?")
+            part = f"{_parameter(key)} {rule}"
+            parts.append(part if key in said.required else f"({part})?")
+        if said.others is not False:
+            other = r"/<parameter=[^<>\s]{1,64}>\n/"
+            if said.named:
+                other += f" & ~({' | '.join(map(_parameter, said.named))})"
+            rules += [f"OTHER_{number}: {other}", _value(f"other_{number}", said.others, schema)]
+            parts.append(f"(OTHER_{number} other_{number})*")
         calls.append(" ".join([head, *parts, _text("</function>\n</tool_call>")]))
     return "\n".join([f"call: {' | '.join(calls)}", *rules, ""])
+
+
+def _parameter(name: str) -> str:
+    return _text(f"<parameter={name}>\n")
 
 
 def _value(rule: str, schema: object, root: Mapping[str, Any]) -> str:
     """Write a rule for a parameter's value, up to the end of its tag."""
     end = "\n</parameter>\n"
-    said = schema if isinstance(schema, Mapping) else {}
+    said = schema if isinstance(schema, Mapping) else {"allOf": [schema]}  # true and false cannot hold definitions
     if said.get("type") == "string":
         options = said.get("enum")
-        if options:
+        if options and isinstance(options, list):
             return f"{rule}: ({' | '.join(_text(str(each)) for each in options)}) {_text(end)}"
         return f"{rule}[suffix={_text(end)}]: /(?s:.*)/"
     shared = {key: root[key] for key in ("$defs", "definitions") if key in root}

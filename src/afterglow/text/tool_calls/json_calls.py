@@ -120,7 +120,7 @@ def _string(text: str) -> str | None:
     """Read a JSON string; None if the text is none."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, str) else None
 
@@ -129,7 +129,7 @@ def is_json(text: str) -> bool:
     """Tell whether a text is one JSON value: arguments that are complete."""
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
 
+from afterglow.text.tool_calls.arguments import arguments_of
 from afterglow.text.tool_calls.parts import ReplyParser, Schemas, before_mark
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -24,7 +24,7 @@ class QwenXmlParser(ReplyParser):
         self._step = self._text
         self._name = ""
         self._value = ""  # of a parameter that is no string
-        self._schema: Mapping[str, Any] = {}
+        self._arguments = arguments_of({})
         self._count = 0  # parameters of the call
         self._string = False
         self._line = False  # the value has begun, after the line break that does not count
@@ -62,8 +62,7 @@ class QwenXmlParser(ReplyParser):
             return False
         name, self._name = self._name.strip(), ""
         self._begin(name)
-        properties = self.tools.get(name, {}).get("properties")
-        self._schema = properties if isinstance(properties, Mapping) else {}
+        self._arguments = arguments_of(self.tools.get(name, {}))
         self._count = 0
         self._argue("{")
         self._step = self._between
@@ -95,7 +94,7 @@ class QwenXmlParser(ReplyParser):
         if mark is None:
             return False
         key, self._name = self._name.strip(), ""
-        self._string = is_text(self._schema.get(key))
+        self._string = is_text(self._arguments.named.get(key, self._arguments.others))
         self._argue((", " if self._count else "") + json.dumps(key, ensure_ascii=False) + ": " + '"' * self._string)
         self._count += 1
         self._value, self._line = "", False
@@ -141,7 +140,7 @@ def written(value: str) -> str:
     """Write a value as JSON: as it is where it is JSON, and otherwise as a string."""
     try:
         json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = {"true": "true", "false": "false", "none": "null"}.get(value.strip().lower())
         return found or json.dumps(value, ensure_ascii=False)
     return value.strip()

@@ -50,7 +50,7 @@ class TemplateParser(ReplyParser):
             return
         try:
             events = self._parser.feed(text)
-        except ValueError:  # a call that is no JSON
+        except (ValueError, RecursionError):  # a call that is no JSON, or brackets alone
             self._give_up()
             return
         self._take(events)
@@ -60,7 +60,7 @@ class TemplateParser(ReplyParser):
             return
         try:
             _, events = self._parser.finalize()
-        except ValueError:
+        except (ValueError, RecursionError):
             self._give_up()
             return
         self._take(events)

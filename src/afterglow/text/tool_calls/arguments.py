@@ -1,0 +1,73 @@
+"""What a function's schema says of its arguments, where a format writes each of them by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+# Beside these, properties may be listed elsewhere.
+_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "if", "$ref")
+_NOTHING = {"allOf": [False]}  # a schema that no value follows: a grammar with it is refused
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of a function: the schemas of those that have a name, and the schema of all others; False if there are
+    none."""
+
+    named: Mapping[str, Any]
+    required: frozenset[str]
+    others: Any
+
+
+def arguments_of(schema: Mapping[str, Any]) -> Arguments:
+    """Read the schema of a function's arguments: with what it names by `$ref` and `allOf`."""
+    found = list(_parts(schema))
+    said = {keyword: value for part in reversed(found) for keyword, value in part.items() if value is not None}
+    listed = [each for part in found if isinstance(each := part.get("properties"), Mapping)]
+    named = {name: value for properties in reversed(listed) for name, value in properties.items()}
+    wanted = [each for part in found if isinstance(each := part.get("required"), list)]
+    required = [name for names in wanted for name in names if isinstance(name, str)]
+    said |= {"required": required} | ({"properties": named} if listed else {})
+    for keyword in ("$ref", "allOf"):
+        said.pop(keyword, None)
+    others = said.get("additionalProperties", said.get("unevaluatedProperties", not closed(said)))
+    if any(_target(part, schema) is None for part in found if part.get("$ref") is not None):
+        others = _NOTHING
+    unlisted = {name: others for name in required if name not in named}
+    return Arguments({**named, **unlisted}, frozenset(required), others)
+
+
+def closed(schema: Mapping[str, Any]) -> bool:
+    """Tell whether a function has no other arguments than those that are listed: unless the schema says so, or asks for
+    more."""
+    listed, required = schema.get("properties"), schema.get("required") or ()
+    if not isinstance(listed, Mapping) or not set(required) <= set(listed) or set(_OPEN) & set(schema):
+        return False
+    return schema.get("minProperties") in (None, *range(len(listed) + 1))
+
+
+def _parts(schema: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    """Return a schema, and those that its texts must follow as a whole too."""
+    found: dict[int, Mapping[str, Any]] = {}
+    waiting: list[Any] = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Mapping) and id(part) not in found:
+            found[id(part)] = part
+            waiting += [_target(part, schema), *(part["allOf"] if isinstance(part.get("allOf"), list) else ())]
+    return found.values()
+
+
+def _target(part: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Find what `$ref` of a part names within the schema; None where there is no such thing."""
+    reference = part.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    place, *names = unquote(reference[1:]).split("/")
+    found: Any = None if place else schema
+    for name in names:
+        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else None

@@ -52,7 +52,7 @@ def test_build_add_check_and_use(made: tuple[Path, Path, Path], capsys: pytest.C
 
     asked = ("embed", "--model", model, "--memo", out, "--threshold", "0.5", "--threads", 1)
     for mode, hit in (("on", True), ("off", False)):
-        assert run(*asked, "--memo-mode", mode, "the cat sat on the a") == 0
+        assert run(*asked, "--memo-mode", mode, "the cat sat on the the") == 0
         assert json.loads(capsys.readouterr().out)["memo_hit"] is hit
     with pytest.raises(BadParameter, match="'sometimes' is not one of"):
         run(*asked, "--memo-mode", "sometimes", "the cat")

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from benchmarks.papers.attncache.baselines import (
 
 from afterglow.errors import ConfigError, DamageError
 from afterglow.kernels import stored_maps
+from afterglow.memo import build as build_module
 from afterglow.memo import map_attention
 from afterglow.memo.database import Fetched, MemoDatabase, vectors_file
 from afterglow.memo.map_attention import AttentionMemo, MapsAttend, RecordingAttend, apply_maps
@@ -447,6 +449,20 @@ def test_a_damaged_record_of_an_unfinished_build_is_computed_anew(tmp_path: Path
     database = made.run(texts)
     assert list(database.store.check()) == []
     assert len(database.store) == 20
+
+
+def test_a_build_that_goes_on_with_another_projector_reads_the_texts_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was kept for the first one's training is of no use to it."""
+    plain, texts = embedder("decoder"), sentences(20)
+    with monkeypatch.context() as patched:
+        patched.setattr(build_module, "train", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            builder(plain, tmp_path, dataclasses.replace(EXACT, projector="positions")).run(texts)
+    database = builder(plain, tmp_path, dataclasses.replace(EXACT, projector="binned")).run(texts)
+    assert all(with_memo(plain, database, 0.999).embed(texts).hits)
+    assert not list(tmp_path.glob("inputs*"))
 
 
 def test_an_unfinished_build_of_other_texts_is_refused(tmp_path: Path) -> None:

@@ -261,6 +261,16 @@ def test_what_is_reckoned_with_is_the_mean_times_that_of_the_worst() -> None:
     assert reckoned(np.zeros(2), np.zeros(2))(1.0) == 0
 
 
+def test_beyond_the_distances_of_held_out_sentences_no_maps_are_taken() -> None:
+    trial = Trial(1.0)
+    layers, similarity = calibrated(trial).accepted(np.array([1.0, 1.01, 100.0]), 0.8)
+    assert layers.any(1).tolist() == [True, False, False]
+    assert similarity[1:].tolist() == [-np.inf, -np.inf]
+    trial.distances = trial.variations = np.zeros(100)
+    layers, _ = calibrated(trial).accepted(np.array([0.0005, 0.1]), 0.8)
+    assert layers.any(1).tolist() == [True, False]
+
+
 def test_without_a_neighbour_only_own_maps_are_taken() -> None:
     nothing = Trial(1.0)
     nothing.distances = nothing.distances[:0]

@@ -1,6 +1,6 @@
 """Making a database: collect maps, train the projector, calibrate, index (AttnCache, figure 4). And adding to one.
 
-Collecting takes longest and is what a killed build goes on from; the rest is done anew. While it goes on, `inputs.bin`
+Collecting takes longest and is what a killed build goes on from; the rest is done anew. While it goes on, `inputs-KIND.bin`
 holds what the projector will be trained on (float16, in the order of records).
 """
 
@@ -29,7 +29,6 @@ from afterglow.memo.sequence_embedder import Embedder
 from afterglow.memo.training import buckets_of, train
 from afterglow.memo.vector_index import VectorIndex
 
-INPUTS = "inputs.bin"
 BATCH_TOKENS = 1024
 FLUSH = 64  # sentences after which a killed build loses nothing
 
@@ -155,16 +154,21 @@ class Builder:
                     f"{self._folder} holds an unfinished build of other texts; delete it, or choose another --out"
                 )
             sizes = np.cumsum([2 * self._projector.width(int(tokens)) for tokens in store.tokens])
-            have = (self._folder / INPUTS).stat().st_size if (self._folder / INPUTS).is_file() else 0
+            have = self._inputs_file.stat().st_size if self._inputs_file.is_file() else 0
             store.cut(int(np.searchsorted(sizes, have, side="right")))
         except BaseException:
             store.close()
             raise
         return store
 
+    @property
+    def _inputs_file(self) -> Path:
+        """Name the file of what the projector is trained on: another kind of projector reads it otherwise."""
+        return self._folder / f"inputs-{self._projector.kind}.bin"
+
     def _collect(self, store: MapStore, wanted: Sequence[Sequence[int]]) -> None:
         sizes = [2 * self._projector.width(int(tokens)) for tokens in store.tokens]
-        with open(self._folder / INPUTS, "r+b" if (self._folder / INPUTS).is_file() else "w+b") as inputs:
+        with open(self._inputs_file, "r+b" if self._inputs_file.is_file() else "w+b") as inputs:
             inputs.truncate(sum(sizes))
             inputs.seek(0, os.SEEK_END)
 
@@ -259,7 +263,8 @@ class Builder:
         )
         settings.curve.extend(threshold_curve(trial, settings, self._report))
         settings.save(self._folder)
-        (self._folder / INPUTS).unlink(missing_ok=True)
+        for inputs in self._folder.glob("inputs-*.bin"):
+            inputs.unlink()
 
     def _recorded(self, sentences: Sequence[Sequence[int]], projector: Projector) -> list[HeldOut]:
         """Compute the maps and feature vectors of sentences that are not stored."""
@@ -275,7 +280,7 @@ class Builder:
     def _inputs(self, tokens: NDArray[np.int64]) -> Callable[[int], Tensor]:
         widths = np.array([self._projector.width(int(s)) for s in tokens], np.int64)
         starts = np.cumsum(widths) - widths
-        flat = np.memmap(self._folder / INPUTS, np.float16, "r") if len(tokens) else np.empty(0, np.float16)
+        flat = np.memmap(self._inputs_file, np.float16, "r") if len(tokens) else np.empty(0, np.float16)
         return lambda number: torch.from_numpy(
             flat[starts[number] : starts[number] + widths[number]].astype(np.float32)
         )

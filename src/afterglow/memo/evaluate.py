@@ -15,7 +15,7 @@ from afterglow.memo.database import Fetched, read_records
 from afterglow.memo.distances import total_variation
 from afterglow.memo.map_attention import MapsAttend
 from afterglow.memo.maps import MapStore
-from afterglow.memo.memo_settings import POWER, Isotonic, MemoSettings, isotonic
+from afterglow.memo.memo_settings import OWN, POWER, Isotonic, MemoSettings, isotonic
 from afterglow.memo.packing import unpack
 from afterglow.memo.sequence_embedder import Embedder
 from afterglow.memo.vector_index import VectorIndex, weights_of
@@ -23,7 +23,6 @@ from afterglow.model.encoder import BatchAttend
 
 THRESHOLDS = (0.999, 0.995, 0.99, 0.98, 0.97, 0.96, 0.95, 0.94, 0.93, 0.92, 0.91, 0.9, 0.89, 0.88, 0.87, 0.86, 0.85)
 WORST = 0.1  # of the held-out sentences, by how far they exceed what their distance says
-OWN = 1e-3  # distance up to which a sentence's maps are its own
 Report = Callable[[str, int, int], None]  # what, done, total
 Vector = NDArray[np.float32]
 
@@ -104,7 +103,7 @@ def calibrate(
     """Fit distance to the nearest sentence -> total variation, and -> error of the embedding for each number of layers, in the order
     of their harm: see `MemoSettings`. Without any held-out sentence that has a neighbour nothing is known, and only sentences' own maps
     will be accepted."""
-    nothing = Isotonic((0.0, 1e-3), (0.0, 1.0))
+    nothing = Isotonic((0.0, OWN), (0.0, 1.0))
     if not len(trial.distances):
         return nothing, tuple(range(layers)), (nothing,) * layers
     harm = []

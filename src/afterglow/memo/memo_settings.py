@@ -21,6 +21,7 @@ from afterglow.memo.options import MemoOptions
 SETTINGS = "memo.json"
 FORMAT = 2  # of the file; in 1 each layer had its own error
 POWER = 2.0
+OWN = 1e-3  # distance up to which a sentence's maps are its own
 Floats = NDArray[np.float64]
 
 
@@ -101,8 +102,9 @@ class MemoSettings:
 
     def accepted(self, distances: NDArray[Any], threshold: float) -> tuple[NDArray[np.bool_], Floats]:
         """Nearest distances [n], inf where there is no neighbour -> which layers take maps, [n, layers], and the
-        similarity of each sentence."""
-        known = np.isfinite(distances)
+        similarity of each sentence. Of distances beyond those of held-out sentences no error is known: no layer takes maps there."""
+        furthest = max(OWN, *(error.x[-1] for error in self.errors)) if self.options.accept == "layers" else np.inf
+        known = np.isfinite(distances) & (distances <= furthest * (1 + 1e-6))
         d = np.where(known, distances, 0.0).astype(np.float64)
         taken = np.zeros((len(d), len(self.order)), bool)
         if self.options.accept == "layers":

@@ -132,8 +132,13 @@ def _relay(found: Found) -> list[Found]:
         wanted = page_printed.relay_gain(row["workload"], row["batch"], row["prefix"])
         if wanted is not None:
             name = f"relay : sharing, {row['workload']}, batch {row['batch']}, prefix {row['prefix']}"
-            judged.append(goal(name, row["gain"], wanted, least=True, spread=row["spread"]))
+            judged.append(goal(name, row["gain"], wanted, least=True, spread=gain_spread(row)))
     return judged
+
+
+def gain_spread(row: Found) -> float:
+    """Take what repeats of relay's gain differ by; older files have it of `auto : better` alone."""
+    return float(row["gain_spread" if "gain_spread" in row else "spread"])
 
 
 def _recall(found: Found) -> list[Found]:

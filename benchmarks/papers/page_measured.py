@@ -4,7 +4,7 @@ benchmarks/results and of nothing else.
 
 from __future__ import annotations
 
-from benchmarks.papers.page_goals import REAL, read, there
+from benchmarks.papers.page_goals import REAL, gain_spread, read, there
 from benchmarks.papers.page_printed import relay_gain
 from benchmarks.papers.page_simulated import Found, markdown
 
@@ -85,7 +85,7 @@ def relay_gains() -> str:
                     *(f"{row['rate'][way]:,.0f}" for way in ("recompute", "shared", "relay", "auto")),
                     f"{row['gain']:.2f}",
                     "" if printed is None else f"{printed:.2f}",
-                    f"{row['spread']:.1%}",
+                    f"{gain_spread(row):.1%}",
                 )
             )
     head = ("figure", "lengths", "batch", "prefix", "tokens/s: recomputed", "shared", "relay", "auto")

@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.papers import missed, page, page_goals, page_printed, page_simulated, page_tables
+from benchmarks.papers import (
+    missed,
+    page,
+    page_goals,
+    page_measured,
+    page_printed,
+    page_prose,
+    page_simulated,
+    page_tables,
+)
 from scripts import readme
 
 ROOT = Path(__file__).parents[2]
@@ -105,9 +114,24 @@ def test_goals_are_made_of_rows_that_no_benchmark_judges(monkeypatch: pytest.Mon
     (goal,) = page_goals.goals_of("relay_engine", {"rows": [relay, alone], "goals": []})
     assert (goal["goal"], goal["met"], goal["within_noise"]) == (">= 2.09", False, False)
     assert page_printed.printed("relay_engine", goal["name"]) == "2.09"
+    (goal,) = page_goals.goals_of("relay_engine", {"rows": [relay | {"gain_spread": 0.3}], "goals": []})
+    assert (goal["spread"], goal["within_noise"]) == (0.3, True), "the gain's own noise, not that of auto"
     unseen = [{"way": "another", "threshold": 0.9, "loss": loss, "promised": 0.5} for loss in (0.25, 1.5)]
     (goal,) = page_goals.goals_of("attncache_carry_over", {"rows": unseen, "goals": []})
     assert (goal["value"], goal["met"]) == (1.0, False)
+
+
+def test_relays_gain_is_shown_with_its_own_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = page_goals.read("relay_engine")
+    found["rows"] = [found["rows"][0] | {"spread": 0.01, "gain_spread": 0.25}]
+    (tmp_path / "relay_engine.json").write_text(json.dumps(found))
+    monkeypatch.setattr(page_goals, "RESULTS", tmp_path)
+    assert "| 25.0% |" in page_measured.relay_gains()
+    assert "fewer than 32 decode together" in page_prose.together()
+    del found["rows"][0]["gain_spread"]
+    (tmp_path / "relay_engine.json").write_text(json.dumps(found))
+    assert "| 1.0% |" in page_measured.relay_gains()
+    assert "about 9 decoded together" in page_prose.together()
 
 
 def test_errors_are_95_percent_intervals_or_what_repeats_differ_by() -> None:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from benchmarks.papers.relay import operator, shared_prompt
-from benchmarks.papers.relay.lengths import FOLDER, PaperLengths
+from benchmarks.papers.relay.lengths import FOLDER, PaperLengths, fixed
 
+from afterglow.engine.engine import Engine
+from afterglow.request import Output, Request
 from tests.engine.conftest import FAMILIES, write_model
 
 
@@ -98,3 +104,68 @@ def test_the_operator_is_judged_by_the_smaller_bound(tmp_path: Path) -> None:
         assert row["theory"] == min(row["counted"], row["roofline"])
         assert row["of_theory"] == pytest.approx(row["gain"] / row["theory"])
     assert [goal["name"] for goal in found["goals"]] == ["gain at prefix 2048, batch 32, 1 KV heads, of theory"]
+
+
+@dataclass
+class Steps:
+    """Takes a step, a token for each request, once `batch` are in flight or all have been asked for."""
+
+    batch: int
+    total: int
+    patience: float = 5.0  # seconds: a client that leaves places empty shall not hang
+
+    def __post_init__(self) -> None:
+        self.asked, self.change = 0, threading.Condition()
+        self.left: dict[str, int] = {}
+        self.take: dict[str, Callable[[Output], None]] = {}
+        self.in_flight: list[int] = []  # at each step, while requests wait
+
+    def submit(self, request: Request, take: Callable[[Output], None]) -> None:
+        with self.change:
+            self.asked += 1
+            self.left[request.id], self.take[request.id] = request.sampling.max_tokens, take
+            self.change.notify()
+
+    def full(self) -> bool:
+        return len(self.left) == self.batch or self.asked == self.total
+
+    def run(self) -> None:
+        while self.left or self.asked < self.total:
+            with self.change:
+                if not self.change.wait_for(self.full, self.patience):
+                    self.patience = 0.0
+                if self.asked < self.total:
+                    self.in_flight.append(len(self.left))
+                came = {name: left - 1 for name, left in self.left.items()}
+                self.left = {name: left for name, left in came.items() if left}
+            for name, left in came.items():
+                self.take[name](Output(name, (1,), None if left else "length"))
+
+
+def test_a_place_is_taken_again_as_soon_as_any_request_has_ended() -> None:
+    asked = [([1], 10), *[([1], 1)] * 25]
+    engine = Steps(4, len(asked))
+    runs = threading.Thread(target=engine.run)
+    runs.start()
+    assert shared_prompt.tokens_per_second(cast(Engine, engine), asked, 4) > 0
+    runs.join()
+    assert len(engine.in_flight) >= 7
+    assert set(engine.in_flight) == {4}, "the first one lasts ten steps, and its neighbours are followed by others"
+
+
+def test_the_gains_noise_is_that_of_relay_and_of_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines: dict[str, Any] = {name: SimpleNamespace(vocab_size=100) for name in shared_prompt.CACHED}
+    engines["recompute"] = engines["shared"]
+    rates = {
+        id(engines[name]): cycle(each)
+        for name, each in {"shared": (60, 80, 90), "relay": (100,), "auto": (100,)}.items()
+    }
+    monkeypatch.setattr(shared_prompt, "tokens_per_second", lambda engine, *_, **__: next(rates[id(engine)]))
+    monkeypatch.setattr(shared_prompt, "_held", lambda *_: {})
+    workload = shared_prompt.Workload("fixed", 2, 8, 2, fixed(4, 4))
+    row = shared_prompt.point(engines, SimpleNamespace(seed=0, rounds=3), workload)
+    assert row["spread"] == 0, "auto beside relay"
+    samples = row["samples"]
+    assert {name: len(each) for name, each in samples.items()} == {"recompute": 1, "shared": 3, "relay": 3, "auto": 3}
+    gains = [relay / shared for relay, shared in zip(samples["relay"], samples["shared"], strict=True)]
+    assert row["gain_spread"] == shared_prompt.spread(gains) > 0.1

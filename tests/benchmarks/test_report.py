@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from afterglow.bench import report
-from afterglow.bench.report import COUNTED, arguments, finish, goal, interleaved, verdict
+from afterglow.bench.report import COUNTED, arguments, finish, goal, interleaved, spread, verdict
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,25 @@ def test_a_goal_is_met_or_not_whatever_the_noise(value: float, least: bool, spre
     assert found["within_noise"] == (said == "within noise")
     assert (found["value"], found["spread"]) == (value, spread)
     assert found["goal"].endswith("1.03")
+
+
+@pytest.mark.parametrize(
+    ("value", "least", "said"),
+    [
+        (-1.0, True, "met"),
+        (-1.3, True, "within noise"),
+        (-1.6, True, "MISSED"),
+        (-1.0, False, "met"),
+        (-0.7, False, "within noise"),
+        (-0.4, False, "MISSED"),
+    ],
+)
+def test_noise_is_on_the_side_of_the_miss_where_a_goal_is_negative(value: float, least: bool, said: str) -> None:
+    assert verdict(goal("points, int8 less float32", value, -1.0, least=least, spread=0.5)) == said
+
+
+def test_what_repeats_differ_by_is_positive() -> None:
+    assert spread([-2.0, -1.0, -3.0]) == spread([2.0, 1.0, 3.0]) == 0.5
 
 
 def test_the_three_kinds_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

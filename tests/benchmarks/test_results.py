@@ -30,7 +30,8 @@ def test_goals_are_judged_as_they_are_written(path: Path) -> None:
         wanted, value, spread = float(number), goal["value"], goal["spread"]
         assert sign in (">=", "<=")
         assert goal["met"] is (value >= wanted if sign == ">=" else value <= wanted), goal
-        near = value >= wanted * (1 - spread) if sign == ">=" else value <= wanted * (1 + spread)
+        noise = spread * abs(wanted)
+        near = value >= wanted - noise if sign == ">=" else value <= wanted + noise
         if spread == 0 or goal["met"]:  # spreads are written with fewer digits than they were judged with
             assert goal["within_noise"] is (near and not goal["met"]), goal
 

@@ -251,7 +251,7 @@ def few_counts(device: str, folder: Path) -> Any:
 def triton_counts(device: str, folder: Path) -> Any:
     """The same of few rows for two small batches. All steps have graphs."""
     with mock.patch.object(prefill_pass, "ROWS", (16, 64)):
-        return measure(device, folder, (2, 8), new=8)
+        return measure(device, folder, (2, 4), new=8)
 
 
 def mixed(device: str, folder: Path) -> list[str]:

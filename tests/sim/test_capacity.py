@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from afterglow.errors import ConfigError
 from afterglow.sim.capacity.bill import charged, hourly, price_list
-from afterglow.sim.capacity.census import Census
+from afterglow.sim.capacity.census import Census, WorkingSet
 from afterglow.sim.capacity.search import GIB, Search, _first, device_counts, hit_rate, sizes
 from afterglow.sim.machine.catalogue import prices
 from afterglow.sim.scenario import Running
-from afterglow.sim.scenario_options import ClusterConfig, EngineModel, GoalConfig, Scenario, TierConfig, WorkloadConfig
+from afterglow.sim.scenario_options import (
+    ClusterConfig,
+    EngineModel,
+    GoalConfig,
+    Scenario,
+    TierConfig,
+    WorkloadConfig,
+    parse_option,
+)
 from afterglow.sim.sweep import checked, points
+from afterglow.sim.workload.traces import TraceSource
 from afterglow.sim.workload.turns import Arrival, StreamSegment, TraceTurn
 
 
@@ -70,6 +83,41 @@ def test_a_goal_that_cannot_be_met_says_how_far_it_gets() -> None:
         search.run()
     assert search.best is None
     assert [trial.devices for trial in search.trials] == [1, 2]
+
+
+def mooncake(path: Path, requests: Iterable[int], blocks: int, output: int) -> Path:
+    """Write requests as a trace, one per second: those of one number ask the same `blocks` blocks."""
+    rows = [
+        {
+            "timestamp": 1000 * at,
+            "input_length": 512 * blocks,
+            "output_length": output,
+            "hash_ids": list(range(blocks * number, blocks * (number + 1))),
+        }
+        for at, number in enumerate(requests)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_trace_of_single_requests_is_planned(tmp_path: Path) -> None:
+    trace = mooncake(tmp_path / "trace.jsonl", [i % 20 for i in range(120)], blocks=3, output=8)
+    search = Search(
+        replace(scenario(conversations=None), workload=str(trace)), GoalConfig(hit_rate=0.7, max_devices=1, max_disk=0)
+    )
+    best = search.run()
+    assert best.hit_rate >= 0.7
+    assert search.working_set is not None
+    assert search.working_set.all_rows == 20 * 1536 + 120 * 8
+
+
+def test_a_goal_that_a_trial_met_is_planned_however_small_the_working_set_looks(tmp_path: Path) -> None:
+    trace = mooncake(tmp_path / "trace.jsonl", [i % 8 for i in range(32)], blocks=3, output=1)
+    search = Search(replace(scenario(conversations=None), workload=str(trace)), GoalConfig(hit_rate=0.7, max_devices=1))
+    search.working_set = WorkingSet(unit=3600.0, sessions=1, rows=1, all_rows=1, window=2048, row_bytes=1)
+    best = search.run()
+    assert best.met
+    assert best.dram + best.disk < 64 * GIB, "sizes between those tried at first and the largest are tried too"
 
 
 def test_what_cannot_be_planned_is_said_before_anything_is_simulated() -> None:
@@ -130,6 +178,25 @@ def test_census_counts_the_busiest_unit() -> None:
     assert (found.session_bytes, found.most_bytes, found.bytes) == (10_000, 30_000, 10_000)
 
 
+def test_census_counts_all_blocks_of_single_requests(tmp_path: Path) -> None:
+    census = Census(3600.0, 4096, 10)
+    for conversation in TraceSource(mooncake(tmp_path / "trace.jsonl", range(200), blocks=4, output=16)):
+        for turn in conversation.turns:
+            census.add(Arrival(conversation.start, turn))
+    assert census.result().all_rows == 200 * (2048 + 16)
+
+
+def test_census_counts_rows_that_several_parts_of_a_stream_have_once() -> None:
+    census = Census(3600.0, 1000, 10)
+    for session, start, length in (("a", 0, 100), ("b", 300, 100), ("c", 600, 100), ("d", 50, 300), ("e", 400, 50)):
+        census.add(arrival(0, session, start, length, "blocks"))
+    assert census.result().all_rows == 450 + 100
+    census.add(arrival(0, "f", 0, 4000, "blocks"))
+    assert census.result().all_rows == 4000
+    census.add(arrival(0, "f", 4000, 4000, "blocks"))
+    assert census.result().all_rows == 6000, "no more than all contexts hold"
+
+
 @pytest.mark.parametrize(("devices", "share"), [(2, 0.164), (4, 0.090)])
 def test_storages_share_of_the_papers_bill(devices: int, share: float) -> None:
     wanted = scenario(devices=devices, dram=128 * GIB, disk=10 * 2**40)
@@ -180,6 +247,16 @@ def test_sweeps_make_grids_and_pairs() -> None:
 def test_a_sweep_that_cannot_be(sweep: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         points([sweep])
+
+
+@pytest.mark.parametrize("name", ["kv_dtype", "format", "window", "ttl", "calibration"])
+def test_an_option_that_may_be_none_is_swept_without_it(name: str) -> None:
+    assert parse_option(name, "none") is None
+
+
+def test_a_sweep_of_dtypes_has_none_among_them() -> None:
+    swept = checked(scenario(), points(["kv-dtype=none,int8"]))
+    assert [each.engine.kv_dtype for each in swept] == [None, "int8"]
 
 
 def test_a_sweep_names_an_option_once() -> None:

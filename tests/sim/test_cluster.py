@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from afterglow.sim.cluster.shared_tier import SharedTier
 from afterglow.sim.scenario import Running, setup_of, source_of
 from afterglow.sim.scenario_options import ClusterConfig, EngineModel, RouterName, Scenario, TierConfig, WorkloadConfig
 from afterglow.sim.simulator import Outcome, Simulation
-from afterglow.sim.workload.turns import StreamSegment, TraceTurn, Workload
+from afterglow.sim.workload.turns import Conversation, StreamSegment, TraceTurn, Workload
 from tests import doors
 
 ROUTERS: tuple[RouterName, ...] = ("random", "least-loaded", "conversation", "prefix")
@@ -154,6 +155,34 @@ def test_warm_up_is_left_out() -> None:
     everything = Running(scenario(engines=2)).run()
     some = Running(scenario(engines=2, warm_up=20)).run()
     assert some["turns"] == everything["turns"] - 20
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_what_the_warm_up_moved_is_left_out(engines: int) -> None:
+    wanted = scenario(12, engines=engines, router="random", shared_tier=256 * GIB, dram=GIB, retain=False)
+    everything = Running(wanted).run()
+    some = Running(wanted.with_values(warm_up=40)).run()
+    assert everything["bytes_moved"].keys() == some["bytes_moved"].keys()
+    for link, size in everything["bytes_moved"].items():
+        assert 0 < some["bytes_moved"][link] < size or not size
+    assert some["bytes_moved"]["network to engine"] == some["cluster"]["network_in_bytes"]
+    assert some["bytes_moved"]["engine to network"] == some["cluster"]["network_out_bytes"]
+    for name in ("steps", "events"):
+        assert 0 < some[name] < 0.9 * everything[name]
+
+
+def test_turns_that_the_warm_up_refused_are_left_out() -> None:
+    def request(name: str, start: float, tokens: int) -> Conversation:
+        prompt = (StreamSegment(name, 0, tokens),)
+        return Conversation(name, start, [TraceTurn(name, 0, prompt, (StreamSegment(name, tokens, 4),), tokens)])
+
+    starts = [("a", 0.0, 100), ("b", 1.0, 5000), ("c", 100.0, 100), ("d", 101.0, 5000), ("e", 102.0, 100)]
+    refused = {}
+    for warm_up in (0, 2, 3):
+        setup = replace(setup_of(scenario(window=1024)), truncate=False)
+        workload = Workload([request(*each) for each in starts])
+        refused[warm_up] = Simulation(setup, workload, warm_up=warm_up).run().refused
+    assert refused == {0: 2, 2: 1, 3: 0}
 
 
 def test_every_promise_is_kept_or_given_back() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from afterglow.plan.step import Gather, Run, Step
 from afterglow.sim.engine_setup import Setup
 from afterglow.sim.executor import Executor, Machine
 from afterglow.sim.machine.catalogue import hardware, model
+from afterglow.sim.machine.timing import Calibrated
 from afterglow.sim.simulator import Outcome, Simulation, summary
 from afterglow.sim.workload.sharegpt import ShareGPT, ThinkTime, preset
 from afterglow.sim.workload.turns import Workload
@@ -48,6 +51,20 @@ class OneSecond:
 
     def seconds(self, rows: int, attended: float, context: int, jobs: int, gathered: int = 0) -> float:
         return 1.0
+
+
+def test_gathering_takes_time_where_every_job_computes_one_row() -> None:
+    timing = Calibrated((0.01, 1e-4, 0.0, 1e-6), (0.02, 1e-3, 0.0))
+    passes = [timing.seconds(2, 2000.0, 2000, 2, gathered) for gathered in (1000, 2000)]
+    assert passes == pytest.approx([0.0112, 0.0122])
+    machine = Machine(row_bytes=10, layers=10, host_link=inf, disk_read=1, disk_write=1)
+    ends = []
+    for rows in (1024, 8192):
+        executor = Executor(machine, timing)
+        executor.expect(1, bytes(4), 0.0)
+        run = Run(1, rows, (7,), True, rows + 64, gathers=(Gather("a", 0, rows, (0, 1), None),))
+        ends.append(executor.run(Step(1, runs=(run,)), 0.0, 0.0)[0])
+    assert ends[1] - ends[0] == pytest.approx(1e-6 * (8192 - 1024))
 
 
 @pytest.mark.parametrize(

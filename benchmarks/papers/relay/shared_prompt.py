@@ -18,6 +18,7 @@ import os
 import random
 import statistics
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,7 +125,7 @@ def _workloads(options: Any) -> list[Workload]:
 
 
 def _throughput(engines: dict[str, Engine], options: Any) -> int:
-    rows = [_point(engines, options, workload) for workload in _workloads(options)]
+    rows = [point(engines, options, workload) for workload in _workloads(options)]
     show(
         f"output tokens per second, {options.name}, ShareGPT's lengths / {options.divide}",
         (
@@ -133,8 +134,9 @@ def _throughput(engines: dict[str, Engine], options: Any) -> int:
             "system prompt",
             *WAYS,
             "relay : shared",
+            "differs by",
             "auto : better",
-            "spread",
+            "differs by",
             "MB held",
             "a prefix each",
         ),
@@ -145,6 +147,7 @@ def _throughput(engines: dict[str, Engine], options: Any) -> int:
                 r["prefix"],
                 *(f"{r['rate'][name]:.1f}" for name in WAYS),
                 r["gain"],
+                f"{100 * r['gain_spread']:.0f} %",
                 r["auto"],
                 f"{100 * r['spread']:.0f} %",
                 *(f"{r['held'][way] / 1e6:.0f}" for way in ("measured", "apart")),
@@ -176,7 +179,7 @@ def _throughput(engines: dict[str, Engine], options: Any) -> int:
     return 0
 
 
-def _point(engines: dict[str, Engine], options: Any, workload: Workload) -> dict[str, Any]:
+def point(engines: dict[str, Engine], options: Any, workload: Workload) -> dict[str, Any]:
     rng = random.Random(f"{options.seed} {workload.name} {workload.batch} {workload.system}")
     system = words(rng, engines["shared"], workload.system)
     found: dict[str, list[float]] = {name: [] for name in WAYS}
@@ -194,13 +197,16 @@ def _point(engines: dict[str, Engine], options: Any, workload: Workload) -> dict
     held = _held(engines["relay"], system, workload.drawn(engines["relay"], rng, workload.batch, system))
     better = "relay" if rates["relay"] > rates["shared"] else "shared"
     ratios = [auto / other for auto, other in zip(found["auto"], found[better], strict=True)]
+    gains = [relay / shared for relay, shared in zip(found["relay"], found["shared"], strict=True)]
     return {
         "workload": workload.name,
         "batch": workload.batch,
         "prefix": workload.system,
         "requests": workload.count,
         "rate": rates,
-        "gain": statistics.median(a / b for a, b in zip(found["relay"], found["shared"], strict=True)),
+        "samples": found,
+        "gain": statistics.median(gains),
+        "gain_spread": spread(gains),
         "auto": statistics.median(ratios),
         "spread": spread(ratios),
         "held": held,
@@ -231,19 +237,16 @@ def _say(text: str) -> None:
 
 
 def tokens_per_second(engine: Engine, asked: Asked, batch: int, reuse: bool = True) -> float:
-    """All requests, `batch` at a time; output tokens per second."""
+    """Ask all requests, `batch` at a time, each as soon as any before it has ended; output tokens per second."""
     began = time.perf_counter()
-    running: list[Turn] = []
-    waiting = list(asked)
-    tokens = 0
-    while waiting or running:
-        while waiting and len(running) < batch:
-            prompt, reply = waiting.pop(0)
-            running.append(ask(engine, prompt, reply, reuse=reuse))
-        running[0].ended.wait()
-        tokens += sum(len(turn.tokens) for turn in running if turn.ended.is_set())
-        running = [turn for turn in running if not turn.ended.is_set()]
-    return tokens / (time.perf_counter() - began)
+    places = threading.Semaphore(batch)
+    turns: list[Turn] = []
+    for prompt, reply in asked:
+        places.acquire()
+        turns.append(ask(engine, prompt, reply, at_end=places.release, reuse=reuse))
+    for turn in turns:
+        turn.ended.wait()
+    return sum(len(turn.tokens) for turn in turns) / (time.perf_counter() - began)
 
 
 def _rates(engines: dict[str, Engine], options: Any) -> int:

@@ -90,7 +90,7 @@ def spread(samples: Sequence[float]) -> float:
     if len(samples) < 2:
         return 0.0
     low, _, high = statistics.quantiles(samples, n=4) if len(samples) > 2 else (min(samples), 0, max(samples))
-    return (high - low) / 2 / statistics.median(samples)
+    return (high - low) / 2 / abs(statistics.median(samples))
 
 
 COUNTED = 0.0  # the spread of counted and calculated numbers: they are the same in each run
@@ -104,7 +104,8 @@ def goal(name: str, value: float, wanted: float, *, least: bool, spread: float) 
     """
     value, wanted = float(f"{value:.12g}"), float(f"{wanted:.12g}")  # as they are written: `met` follows from them
     met = value >= wanted if least else value <= wanted
-    near = value >= wanted * (1 - spread) if least else value <= wanted * (1 + spread)
+    noise = spread * abs(wanted)  # a goal may be negative
+    near = value >= wanted - noise if least else value <= wanted + noise
     return {
         "name": name,
         "value": value,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -53,8 +53,10 @@ def greedy(prompt: list[int], max_tokens: int = 1, **more: Any) -> Request:
     return Request(f"bench-{next(_ids)}", prompt, sampling, **more)
 
 
-def ask(engine: Engine, prompt: list[int], max_tokens: int = 1, **more: Any) -> Turn:
-    """Submit a greedy request; the turn is filled in while it runs."""
+def ask(
+    engine: Engine, prompt: list[int], max_tokens: int = 1, at_end: Callable[[], object] | None = None, **more: Any
+) -> Turn:
+    """Submit a greedy request; the turn is filled in while it runs. The engine's thread calls `at_end` when it has ended."""
     turn = Turn(asked=time.perf_counter())
 
     def take(output: Output) -> None:
@@ -65,6 +67,8 @@ def ask(engine: Engine, prompt: list[int], max_tokens: int = 1, **more: Any) -> 
         if output.finish_reason is not None:
             turn.last = now
             turn.ended.set()
+            if at_end is not None:
+                at_end()
 
     engine.submit(greedy(prompt, max_tokens, **more), take)
     return turn

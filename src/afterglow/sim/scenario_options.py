@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from math import inf, isfinite
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from afterglow.choices import PolicyName
 from afterglow.config import check_choices, option, parse_size
@@ -211,7 +211,7 @@ def parse_option(name: str, text: str) -> Any:
     kind, size = option_kinds()[name]
     if size:
         return parse_size(text)
-    if isinstance(kind, UnionType):  # X | None
+    if get_origin(kind) in (UnionType, Union):  # X | None; of a Literal it is a Union
         if text.lower() == "none":
             return None
         kind = get_args(kind)[0]

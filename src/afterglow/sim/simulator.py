@@ -43,6 +43,7 @@ class Outcome:
     `history`: prompt tokens that an earlier turn of the conversation had; of these and of all others `device`, `host`
     and `disk` were cached there. `waited`: seconds from arrival to the pass that admitted it; `ttft`: to the first token.
     `cut_turns` did not fit the model's window: `cut_tokens` of their prompts were left out, which no other figure counts.
+    `refused`, `events`, `steps`, seconds and bytes are those after the warm-up, too; `counters` are of everything.
     """
 
     turns: int = 0
@@ -95,6 +96,7 @@ class Simulation:
         self._jobs: dict[int, _LiveJob] = {}
         self._last_job = 0
         self._marks = (0.0, 0.0, 0.0, 0.0)  # time, prefilling, decoding, stalled when the warm-up ended
+        self._bytes_before: dict[str, int] = {}  # what `_carried` said then
 
     def run(self, progress: Callable[[Simulation], object] | None = None, every: int = 500) -> Outcome:
         """To the end of the workload. `progress` is called now and then."""
@@ -221,7 +223,9 @@ class Simulation:
             outcome.skipped += 1
             if outcome.skipped == self._warm_up:
                 self._marks = (self.now, self.executor.prefilling, self.executor.decoding, self.executor.stalled)
+                self._bytes_before = self._carried()
                 outcome.queue_seconds = 0.0
+                outcome.refused = outcome.events = outcome.steps = 0
             return
         turn = live.arrival.turn
         device, host, disk = live.cached
@@ -253,13 +257,21 @@ class Simulation:
         outcome.stalled = executor.stalled - stalled
         outcome.counters = stats.counters
         outcome.prefetch_window, outcome.eviction_window = stats.prefetch_window, stats.eviction_window
-        outcome.bytes_moved = {
+        outcome.bytes_moved = self.bytes_moved()
+        return outcome
+
+    def bytes_moved(self) -> dict[str, int]:
+        """Return what each link has carried since the warm-up."""
+        return {name: size - self._bytes_before.get(name, 0) for name, size in self._carried().items()}
+
+    def _carried(self) -> dict[str, int]:
+        executor = self.executor
+        return {
             "disk to host": executor.disk_in.bytes,
             "host to disk": executor.disk_out.bytes,
             "host to device": executor.host_out.bytes,
             "device to host": executor.host_in.bytes,
         }
-        return outcome
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 from afterglow.sim.workload.turns import Arrival, TraceTurn
@@ -72,21 +73,48 @@ class Census:
 
 
 class _Tokens:
-    """Distinct tokens of some turns: of each stream, up to where it was seen."""
+    """Distinct tokens of some turns: of each stream, the parts that were seen."""
 
     def __init__(self, window: int) -> None:
         self.sessions: dict[str, None] = {}
         self._window = window
-        self._ends: dict[str, int] = {}
+        self._seen: dict[str, _Seen] = {}
 
     @property
     def rows(self) -> int:
-        rows = sum(min(end, self._window) for end in self._ends.values())
-        return min(rows, len(self.sessions) * self._window)
+        # A stream of several sessions may hold many contexts: a trace's blocks are one stream. So it is not cut to one.
+        each = (seen.rows if seen.session is None else min(seen.rows, self._window) for seen in self._seen.values())
+        return min(sum(each), len(self.sessions) * self._window)
 
     def add(self, turn: TraceTurn) -> None:
         self.sessions[turn.session] = None
         for segment in (*turn.prompt, *turn.reply):
-            end = segment.start + segment.length
-            if end > self._ends.get(segment.stream, 0):
-                self._ends[segment.stream] = end
+            seen = self._seen.get(segment.stream)
+            if seen is None:
+                seen = self._seen[segment.stream] = _Seen(turn.session)
+            elif seen.session != turn.session:
+                seen.session = None
+            seen.add(segment.start, segment.start + segment.length)
+
+
+class _Seen:
+    """Parts of a stream. `session`: whose stream it is, None where several sessions have it."""
+
+    __slots__ = ("_parts", "session")
+
+    def __init__(self, session: str) -> None:
+        self.session: str | None = session
+        self._parts: list[tuple[int, int]] = []  # start and end, in order; they do not touch
+
+    @property
+    def rows(self) -> int:
+        return sum(end - start for start, end in self._parts)
+
+    def add(self, start: int, end: int) -> None:
+        """Join [start, end) with the parts that it touches."""
+        parts = self._parts
+        first = bisect_left(parts, start, key=lambda part: part[1])
+        stop = bisect_right(parts, end, key=lambda part: part[0])
+        if first < stop:
+            start, end = min(start, parts[first][0]), max(end, parts[stop - 1][1])
+        parts[first:stop] = [(start, end)]

@@ -109,11 +109,13 @@ class Search:
         def met(dram: int, disk: int) -> bool:
             return self._trial(devices, drams[dram], disks[disk]).met
 
-        last = len(disks) - 1
-        dram = _first(0, len(drams) - 1, lambda i: met(i, last))
-        if dram is None:
-            return
-        disk = _first(0, last, lambda i: met(dram, i))
+        dram = _first(0, len(drams) - 1, lambda i: met(i, len(disks) - 1))
+        if dram is None:  # the working set said too little: what was tried first is enough
+            drams = sizes(self._smallest, self.goal.max_dram, self.goal.max_dram)
+            disks += [size for size in sizes(GIB, self.goal.max_disk, self.goal.max_disk) if size > disks[-1]]
+            dram = _first(0, len(drams) - 1, lambda i: met(i, len(disks) - 1))
+        assert dram is not None
+        disk = _first(0, len(disks) - 1, lambda i: met(dram, i))
         assert disk is not None
         self._keep(self._trial(devices, drams[dram], disks[disk]))
         for more in range(dram + 1, len(drams)):

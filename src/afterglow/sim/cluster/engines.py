@@ -31,6 +31,7 @@ from afterglow.sim.simulator import Outcome, Simulation
 from afterglow.sim.workload.turns import Arrival, Workload, token_bytes
 
 REMEMBERED = 100_000  # conversations whose last engine, and whose cuts, are known
+FETCHED, WRITTEN = "network to engine", "engine to network"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,11 @@ class SharingEngine(SimulatedEngine):
         self._room = SharedRoom(shared.budget)
         self._uses = LastUses[Listing]()
         self._cuts = cuts
+
+    def _carried(self) -> dict[str, int]:
+        executor = self.executor
+        network = {FETCHED: executor.network_in.bytes, WRITTEN: executor.network_out.bytes}
+        return super()._carried() | network
 
     def _tell(self, events: list[Event]) -> None:
         self._share()
@@ -271,27 +277,20 @@ class Cluster:
 
     def finish(self) -> Outcome:
         """The outcome so far, of all engines together."""
-        outcome = merged([engine.finish() for engine in self.engines])
-        if self.shared is not None:
-            outcome.bytes_moved |= {"network to engine": self._network()[0], "engine to network": self._network()[1]}
-        return outcome
-
-    def _network(self) -> tuple[int, int]:
-        sharing = [engine.executor for engine in self.engines if isinstance(engine, SharingEngine)]
-        return sum(e.network_in.bytes for e in sharing), sum(e.network_out.bytes for e in sharing)
+        return merged([engine.finish() for engine in self.engines])
 
     def figures(self) -> dict[str, Any]:
         """What there is to say of several engines besides."""
         busy = [engine.executor.prefilling + engine.executor.decoding for engine in self.engines]
         mean = sum(busy) / len(busy)
-        fetched, written = self._network()
+        moved = [engine.bytes_moved() for engine in self.engines]
         return {
             "engines": len(self.engines),
             "router": self._routing,
             "moved_turns": self.moved,
             "busiest_over_mean": max(busy) / mean if mean else 0.0,
-            "network_in_bytes": fetched,
-            "network_out_bytes": written,
+            "network_in_bytes": sum(each.get(FETCHED, 0) for each in moved),
+            "network_out_bytes": sum(each.get(WRITTEN, 0) for each in moved),
             "shared_bytes": self.shared.used if self.shared is not None else 0,
         }
 

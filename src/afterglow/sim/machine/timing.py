@@ -71,7 +71,7 @@ class Calibrated:
     decode: tuple[float, float, float]
 
     def seconds(self, rows: int, attended: float, context: int, jobs: int, gathered: int = 0) -> float:
-        if rows == jobs:  # one row each: nothing but decoding
+        if rows == jobs and not gathered:  # one row each, and none is brought: nothing but decoding
             fixed, job, thousand = self.decode
             return fixed + job * jobs + thousand * context / 1e3
         fixed, row, million, gather = self.prefill

@@ -46,8 +46,8 @@ test-triton: $(READY)
 PLAN_FLOOR := 95
 STORE_FLOOR := 95
 
-cover: $(READY)  ## the branch coverage of plan and store, by their tests, those of faults, of shared stores, and of the replies' database
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not long' tests/plan tests/store tests/faults tests/engine/test_shared_tier.py tests/engine/test_shared_s3.py tests/engine/test_shared_stores.py tests/engine/test_shared_directory.py tests/server/test_shared_ids.py tests/server/test_conversations.py --cov=afterglow.plan --cov=afterglow.store --cov-branch --cov-report=
+cover: $(READY)  ## the branch coverage of plan and store, by their tests, those of shared stores, and of the replies' database
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not long' tests/plan tests/store tests/engine/test_shared_tier.py tests/engine/test_shared_s3.py tests/engine/test_shared_stores.py tests/engine/test_shared_directory.py tests/server/test_shared_ids.py tests/server/test_conversations.py --cov=afterglow.plan --cov=afterglow.store --cov-branch --cov-report=
 	$(BIN)/python -m coverage report --skip-covered --include='src/afterglow/plan/*' --fail-under=$(PLAN_FLOOR)
 	$(BIN)/python -m coverage report --skip-covered --include='src/afterglow/store/*' --fail-under=$(STORE_FLOOR)
 

@@ -58,17 +58,21 @@ def file_stem(path: Path) -> str:
 def part_paths(path: Path) -> list[Path]:
     """Return the files of a model whose first (or only) file is `path`, in order.
 
-    Raises: ModelError if `path` or another part is missing, or `path` is a later part.
+    Raises: ModelError if `path` or another part is missing, or `path` is a later part, or no part can have its name.
     """
     if not path.is_file():
         raise ModelError(f"{path}: no such GGUF file")
     match = PART.fullmatch(path.name)
     if match is None:
         return [path]
-    count = int(match["count"])
-    paths = [path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
-    if int(match["number"]) != 1:
-        raise ModelError(f"{path} is part {int(match['number'])} of {count}; name the first, {paths[0].name}")
+    number, count = int(match["number"]), int(match["count"])
+    if count < 1 or number > count:
+        raise ModelError(
+            f"{path} is named as part {number} of {count}, which is impossible; give the file its name back"
+        )
+    paths = [path.with_name(f"{match['stem']}-{part:05}-of-{count:05}.gguf") for part in range(1, count + 1)]
+    if number != 1:
+        raise ModelError(f"{path} is part {number} of {count}; name the first, {paths[0].name}")
     missing = [part.name for part in paths if not part.is_file()]
     if missing:
         raise ModelError(f"{path}: the model is split into {count} files, and {missing[0]} is missing; download it")

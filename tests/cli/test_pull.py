@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -54,7 +55,7 @@ class Hub(BaseHTTPRequestHandler):
                 return self._json(listed)
             siblings = [{"rfilename": file} for file in files]
             return self._json({"id": name, "modelId": name, "sha": COMMIT, "siblings": siblings})
-        data = files[rest.split("/", 3)[3]]
+        data = files[unquote(rest.split("/", 3)[3])]
         head = {"ETag": f'"{_tag(data)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         return self._send(200, data, head, with_body)
 
@@ -91,6 +92,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, byte
             "a.bin": b"x",
         },
         "org/toys": {"toy-Q8_0.gguf": toy, "big-00001-of-00002.gguf": toy, "big-00002-of-00002.gguf": toy},
+        "org/brackets": {"a[Q4].gguf": toy, "aQ.gguf": toy, "b*.gguf": toy, "bc.gguf": toy},
         "org/pickles": {"config.json": b"{}", "pytorch_model.bin": b"x"},
     }
 
@@ -163,6 +165,23 @@ def test_one_gguf_file_with_all_its_parts(hub: dict[str, str]) -> None:
     assert len(list(path.parent.iterdir())) == 1
     parts = Path(inside("pull", "org/toys:big-00001-of-00002.gguf").stdout.strip())
     assert parts.with_name("big-00002-of-00002.gguf").is_file()
+
+
+@pytest.mark.parametrize("name", ["a[Q4].gguf", "aQ.gguf", "b*.gguf"])
+def test_a_name_of_a_file_is_no_pattern(hub: dict[str, str], name: str) -> None:
+    path = Path(inside("pull", f"org/brackets:{name}").stdout.strip())
+    assert path.is_file()
+    assert [file.name for file in path.parent.iterdir()] == [name]
+
+
+def test_a_download_that_brings_no_file_is_an_error(
+    hub: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **options: str(tmp_path))
+    result = inside("pull", "org/toys:toy-Q8_0.gguf")
+    assert result.returncode == 2
+    assert "the download of org/toys:toy-Q8_0.gguf has ended without the file" in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_one_gguf_file_is_downloaded_where_a_model_is_named(

@@ -14,7 +14,7 @@ from afterglow.errors import ModelError
 from afterglow.model.decoder import Decoder, PlainAttend
 from afterglow.model.digest import model_digest, numeric_mode
 from afterglow.model.encoder import BatchAttend, Encoder, runs
-from afterglow.model.encoder_families import ENCODERS
+from afterglow.model.encoder_families import ENCODERS, encoder_from_config
 from afterglow.model.loader import is_encoder, load_encoder, load_model, read_spec
 from afterglow.model.spec import EncoderSpec
 from tests.model.families_hf import save_case
@@ -221,3 +221,14 @@ def test_decoders_keep_their_digests(tmp_path: Path) -> None:
     fields = json.loads(read_spec(tmp_path)[0].fingerprint())
     assert "token_types" not in fields
     assert "causal" not in fields
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"hidden_size": "x"}, {"num_attention_heads": 0}, {"hidden_act": []}, {"architectures": True}],
+    ids=lambda damage: next(iter(damage)),
+)
+def test_values_of_another_kind_are_one_line(damage: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=r"a value in config\.json is damaged") as caught:
+        encoder_from_config({"model_type": "bert", **_SMALL, **damage})
+    assert "\n" not in str(caught.value)

@@ -96,6 +96,15 @@ def test_parts_that_are_missing_late_or_renamed(tmp_path: Path) -> None:
         open_gguf(first)
 
 
+@pytest.mark.parametrize("name", ["m-00001-of-00000.gguf", "m-00000-of-00000.gguf", "m-00003-of-00002.gguf"])
+def test_a_name_of_a_part_that_cannot_be_is_refused(small: Path, name: str) -> None:
+    path = small.rename(small.with_name(name))
+    with pytest.raises(
+        ModelError, match=r"is named as part \d of \d, which is impossible; give the file its name back"
+    ):
+        open_gguf(path)
+
+
 def test_every_truncation_is_refused(small: Path, tmp_path: Path) -> None:
     data = small.read_bytes()
     header = open_gguf(small).tensors["blk.0.weight"].blocks.tobytes()

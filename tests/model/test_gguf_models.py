@@ -24,7 +24,9 @@ from afterglow.model import loader
 from afterglow.model.checkpoint import weight_files
 from afterglow.model.decoder import Decoder, PlainAttend
 from afterglow.model.digest import model_digest
+from afterglow.model.gguf.keys import Keys, turned_share
 from afterglow.model.loader import load_model, read_spec
+from afterglow.model.rotary import read_rope
 from afterglow.model.spec import ModelSpec, RopeSpec
 from afterglow.model.tables import PackedTensor
 from afterglow.model.weights import WeightAssembler
@@ -275,6 +277,22 @@ def test_rotary_scaling_is_linear_unless_the_file_says_otherwise(
     assert rope is not None
     assert rope.type == kind
     assert dict(rope.scaling) == ({"factor": 4.0} if kind == "linear" else {})
+
+
+def test_a_head_turns_as_many_dimensions_as_the_file_says(tmp_path: Path) -> None:
+    """Also where a share of two whole numbers, times one of them, is less than the other one: 58 of 100, and 30 of 104."""
+    keys = {"rope__dimension_count": 58, "embedding_length": 100, "attention__head_count": 1}
+    path = small_file(tmp_path / "phi2.gguf", "phi2", **(CONTEXT | keys | {"attention__layer_norm_epsilon": 1e-5}))
+    file = open_gguf(path)
+    wrong = []
+    for head_dim in range(2, 257, 2):
+        for turned in range(2, head_dim + 1, 2):
+            metadata = {"phi2.attention.key_length": head_dim, "phi2.rope.dimension_count": turned}
+            share = turned_share(Keys(dataclasses.replace(file, metadata=metadata), "phi2"))
+            rope = read_rope({"partial_rotary_factor": share}, head_dim, partial=0.5)["rope"]
+            if rope.dim != turned or (share == 1) != (turned == head_dim):
+                wrong.append((turned, head_dim, rope.dim))
+    assert not wrong
 
 
 def test_tensors_that_are_missing_or_too_many(tmp_path: Path) -> None:

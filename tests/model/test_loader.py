@@ -13,7 +13,7 @@ from afterglow.errors import ModelError
 from afterglow.model.checkpoint import INDEX
 from afterglow.model.decoder import PlainAttend
 from afterglow.model.digest import model_digest, numeric_mode
-from afterglow.model.loader import load_model
+from afterglow.model.loader import load_model, read_spec
 from afterglow.model.presets import PRESETS, random_model, save_hf
 from tests.model.families_hf import save_case
 
@@ -129,6 +129,20 @@ def test_the_files_say_which_dtype_the_checkpoint_has(tiny: Path) -> None:
 def test_end_of_sequence_ids_of_the_generation_config_are_added(tiny: Path) -> None:
     (tiny / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
     assert load_model(tiny).spec.eos_ids == (2, 7)
+
+
+@pytest.mark.parametrize("ids", [[[2]], {"a": 1}, "</s>", [None], 2.5, True])
+def test_end_of_sequence_ids_that_are_no_numbers_are_refused(tiny: Path, ids: object) -> None:
+    (tiny / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(ModelError, match=r"eos_token_id in generation_config\.json") as caught:
+        read_spec(tiny)
+    assert "\n" not in str(caught.value)
+
+
+def test_json_that_nests_too_deeply_is_refused(tiny: Path) -> None:
+    (tiny / "config.json").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(ModelError, match=r"config\.json: cannot be read as JSON"):
+        read_spec(tiny)
 
 
 def test_progress_is_monotonic_and_ends_at_the_total(tiny: Path) -> None:

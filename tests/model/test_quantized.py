@@ -236,6 +236,36 @@ def test_modules_that_are_left_stay_floats_beside_blocks(plain: Path, tmp_path: 
     assert isinstance(doors.fused_projection(model.layers[0].attention), StackedLinear)
 
 
+class Turned(NamedTuple):
+    """A rounded matrix that a checkpoint of floats holds as [inputs, outputs]."""
+
+    rounded: Rounded
+
+    def weights(self) -> Tensor:
+        return self.rounded.weights().T
+
+
+@pytest.mark.parametrize("case", ["gptq 4 bits, activation order", "gptq 8 bits", "awq, groups of 32"])
+def test_gpt2_has_its_matrices_of_floats_alone_transposed(tmp_path: Path, case: str) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=4, n_positions=64))
+    model.save_pretrained(tmp_path / "plain")
+    straight = CASES[case]
+    turned = Case(
+        lambda weight: Turned(straight.round(weight.T)), lambda it: straight.pack(it.rounded), straight.config
+    )
+    packed, exact = write(tmp_path / "plain", tmp_path, turned, ("wte", "wpe", "mlp.c_proj"))
+    wanted = logits(exact)
+    torch.testing.assert_close(logits(packed, "none"), wanted, rtol=0, atol=1e-4)
+    for rounded in ("int8", "int4"):
+        assert torch.equal(logits(packed, rounded), logits(exact, rounded))
+    found = load_model(packed)
+    assert found.quantization == "blocks"
+    assert (logits_of(found) - wanted).square().mean().sqrt() < 0.02 * wanted.std()
+
+
 def test_the_digest_holds_how_zeros_are_stored(plain: Path, tmp_path: Path) -> None:
     packed, _ = write(plain, tmp_path, gptq(4, 64))
     mode = numeric_mode("float32", "float32", "blocks")

@@ -6,11 +6,13 @@ import json
 from typing import Any
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from afterglow.errors import ModelError
 from afterglow.model.fallback.fallback_config import FALLBACK
 from afterglow.model.families import FAMILIES, spec_from_config
 from afterglow.model.refusals import KNOWN_REFUSED, REASONS, UNSUPPORTED
+from afterglow.model.rotary import rope_table
 from afterglow.model.spec import LATER_FIELDS, ModelSpec, RopeSpec
 
 LLAMA: dict[str, Any] = {
@@ -37,6 +39,17 @@ def plain(kind: str) -> dict[str, Any]:
 OPT = {**plain("opt"), "ffn_dim": 100}
 FALCON = plain("falcon")
 OSS = {**plain("gpt_oss"), "num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+# What a family needs besides LLAMA.
+NEEDED: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 64},
+    "qwen3_moe": EXPERTS,
+    "olmoe": EXPERTS,
+    "opt": {"ffn_dim": 100, "word_embed_proj_dim": 64},
+}
 
 
 @pytest.mark.parametrize(
@@ -95,6 +108,8 @@ OSS = {**plain("gpt_oss"), "num_local_experts": 4, "num_experts_per_tok": 2}
         (plain("gemma2") | {"sliding_window_pattern": 3}, ["sliding_window_pattern = 3", "layer_types"]),
         (plain("gemma3_text") | {"rope_parameters": [1]}, ["a value in config.json is damaged"]),
         (OPT | {"layer_norm_elementwise_affine": False}, ["layer norms without weights"]),
+        ({"eos_token_id": [[2]]}, ["token id", "[[2]]"]),
+        ({"bos_token_id": "<s>"}, ["token id", "'<s>'"]),
     ],
 )
 def test_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
@@ -229,3 +244,73 @@ def test_derived_numbers() -> None:
     assert spec.scale == 0.25
     assert spec.decoupled
     assert not read(**OPT).decoupled
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+LONGROPE = {"rope_type": "yarn", "factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters", "scaling"),
+    [
+        ("qwen3", {"rope_type": "default", "rope_theta": 1e6}, YARN),
+        ("qwen3", YARN, YARN | {"factor": 2.0}),
+        ("qwen3", YARN | {"attention_factor": 2.0}, YARN),
+        ("qwen3", YARN | {"rope_theta": 1e6}, YARN),
+        ("ministral3", YARN, YARN | {"llama_4_scaling_beta": 0.1}),
+        ("phi3", LONGROPE, LONGROPE | {"short_factor": [3.0] * 8}),
+    ],
+)
+def test_two_scalings_that_differ_are_refused(kind: str, parameters: dict[str, Any], scaling: dict[str, Any]) -> None:
+    """Transformers would take `rope_scaling`, and nothing else of `rope_parameters`."""
+    with pytest.raises(ModelError, match="rope_scaling and rope_parameters, which differ; keep one"):
+        read(**plain(kind), rope_parameters=parameters, rope_scaling=scaling)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope"),
+    [("qwen3", YARN), ("ministral3", YARN | {"llama_4_scaling_beta": 0.1}), ("phi3", LONGROPE)],
+)
+def test_two_scalings_that_say_the_same_are_read(kind: str, rope: dict[str, Any]) -> None:
+    older = {"type" if key == "rope_type" else key: value for key, value in rope.items()}
+    one = read(**plain(kind), rope_theta=1e6, rope_parameters=rope)
+    both = read(**plain(kind), rope_theta=1e6, rope_parameters=rope | {"rope_theta": 1e6}, rope_scaling=older)
+    assert both == one
+
+
+def turns(rope: RopeSpec | None) -> tuple[float, ...]:
+    table = None if rope is None else rope_table(rope)
+    return () if table is None else (*table.inv_freq.tolist(), table.attention_factor)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_what_a_config_leaves_out_is_as_in_transformers(kind: str) -> None:
+    said = {key: value for key, value in LLAMA.items() if key not in ("model_type", "architectures")}
+    said |= {"num_key_value_heads": 2, "vocab_size": 1000, "hidden_act": "silu"}
+    said |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} | NEEDED.get(kind, {})
+    theirs = CONFIG_MAPPING[kind](**said).to_dict()
+    assert theirs["model_type"] == kind
+    mine, full = (spec_from_config({**config, "model_type": kind})[0] for config in (said, theirs))
+    for name in ("norm_eps", "window", "sliding", "position_limit"):
+        assert getattr(mine, name) == getattr(full, name), name
+    for name in ("rope", "sliding_rope"):  # by their frequencies: theirs may spell out what is usual
+        assert turns(getattr(mine, name)) == turns(getattr(full, name)), name
+
+
+@pytest.mark.parametrize("layers", [4_000_000_000, 100_001, -1, 2.0, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        plain("llama"),
+        plain("mistral") | {"sliding_window": 512},
+        plain("mixtral") | {"num_local_experts": 2, "num_experts_per_tok": 1},
+        plain("gemma2"),
+        plain("smollm3"),
+    ],
+    ids=lambda changes: str(changes["model_type"]),
+)
+def test_impossible_numbers_of_layers_are_refused_before_they_are_counted_out(
+    changes: dict[str, Any], layers: float
+) -> None:
+    with pytest.raises(ModelError, match=rf"num_hidden_layers .*{layers}"):
+        read(**changes, num_hidden_layers=layers)

@@ -364,6 +364,17 @@ def test_llama_3_begins_a_text_though_an_older_file_does_not_say_so(tmp_path: Pa
     assert old.encode("a") == [1, *told.encode("a")]
 
 
+@pytest.mark.parametrize("text", ["<a:1>", ":", "$", "$A", "$B:1", "bos_token", "eos_token"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_token_that_begins_texts_may_have_any_text(tmp_path: Path, text: str, ends: bool) -> None:
+    """The library reads some of these texts as a place for the text itself, or as no token."""
+    values = {"tokens": ["x", "y", "xy", text, "<e>"], "token_type": [1, 1, 1, 3, 3], "merges": ["x y"], "pre": "gpt-2"}
+    ids = {"bos_token_id": 3, "eos_token_id": 3 if ends else 4, "add_bos_token": True, "add_eos_token": True}
+    tokenizer = Tokenizer(gguf_toys.write(tmp_path / "a.gguf", "gpt2", values | ids, None))
+    assert tokenizer.encode("xyx") == [3, 2, 0, ids["eos_token_id"]]
+    assert tokenizer.encode("xyx", add_special_tokens=False) == [2, 0]
+
+
 def test_user_defined_tokens_are_found_whole_and_stay_visible(tmp_path: Path) -> None:
     path = gguf_toys.byte_level(tmp_path / "a.gguf")
     metadata = dict(read_metadata(path))

@@ -89,6 +89,25 @@ def test_missing_or_broken_files_are_said_in_one_line(tmp_path: Path) -> None:
         Tokenizer(tmp_path / "n")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"added_tokens_decoder": {"x": {"content": "<|tool|>"}}}',
+        '{"added_tokens_decoder": {"400": {"content": "<|tool|>", "lstrip": "no"}}}',
+        '{"added_tokens_decoder": {"400": {"content": "<|tool|>", "special": "yes"}}}',
+        '{"added_tokens_decoder": {"400": {"content": "\\ud800"}}}',
+        '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    ],
+    ids=lambda text: text[:70],
+)
+def test_damaged_configurations_are_said_in_one_line(tmp_path: Path, text: str) -> None:
+    folder = toys.byte_level(tmp_path / "m")
+    (folder / "tokenizer_config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json") as caught:
+        Tokenizer(folder)
+    assert "\n" not in str(caught.value)
+
+
 def test_without_a_template_only_chat_is_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer(toys.byte_level(tmp_path / "m", template=None))
     assert tokenizer.encode("fine")

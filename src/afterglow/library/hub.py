@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 from pathlib import Path
@@ -70,7 +71,7 @@ def is_whole(path: Path) -> bool:
 def download(model: HubModel) -> Path:
     """Download what is missing of a model, with a progress bar on a terminal, and return its directory or GGUF file.
 
-    Raises: ModelError: one line that says what the hub has answered.
+    Raises: ModelError: one line that says what the hub has answered, or that the file is not there.
     """
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
@@ -78,7 +79,8 @@ def download(model: HubModel) -> Path:
     hub = constants.ENDPOINT
     try:
         files = [entry.rfilename for entry in HfApi().model_info(model.repository).siblings or ()]
-        folder = Path(snapshot_download(model.repository, allow_patterns=_wanted(model, files)))
+        names = [glob.escape(name) for name in _wanted(model, files)]  # the hub's library takes patterns
+        folder = Path(snapshot_download(model.repository, allow_patterns=names))
     except ModelError:
         raise
     except GatedRepoError:
@@ -96,7 +98,10 @@ def download(model: HubModel) -> Path:
         Exception
     ) as error:  # the errors of the hub's library depend on its version, and those of its transport on that
         raise ModelError(f"{model} cannot be downloaded from {hub}: {_first_line(error)}") from None
-    return folder if model.file is None else folder / model.file
+    path = folder if model.file is None else folder / model.file
+    if not path.exists():
+        raise ModelError(f"the download of {model} has ended without the file; download it again")
+    return path
 
 
 def _wanted(model: HubModel, files: list[str]) -> list[str]:

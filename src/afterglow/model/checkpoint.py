@@ -28,7 +28,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises: ModelError if it cannot be read, or is no object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path}: must hold a JSON object")

@@ -30,6 +30,7 @@ class Family:
         return self.names(spec) if callable(self.names) else self.names
 
 
+MOST_LAYERS = 100_000
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -56,6 +57,16 @@ def need(config: Config, key: str) -> Any:
     if config.get(key) is None:
         raise ModelError(f"config.json lacks {key!r}; the model directory is incomplete")
     return config[key]
+
+
+def need_layers(config: Config) -> int:
+    """Return the number of layers. Raises: ModelError if it is missing or no model's: lists of that length are built next."""
+    layers = need(config, "num_hidden_layers")
+    if type(layers) is not int or not 1 <= layers <= MOST_LAYERS:
+        raise ModelError(
+            f"num_hidden_layers in config.json must be a number from 1 to {MOST_LAYERS}, not {layers!r:.60}"
+        )
+    return layers
 
 
 def read_activation(name: Any) -> Activation:
@@ -86,11 +97,14 @@ def head_dim(config: Config) -> int:
     return int(config.get("head_dim") or need(config, "hidden_size") // need(config, "num_attention_heads"))
 
 
-def token_ids(value: Any) -> tuple[int, ...]:
-    """Return one id, several, or none as a tuple."""
+def token_ids(value: Any, where: str = "bos_token_id or eos_token_id in config.json") -> tuple[int, ...]:
+    """Return one id, several, or none as a tuple. Raises: ModelError, which names `where`, if one is no whole number."""
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
+    ids = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
+        raise ModelError(f"{where} must be a token id or a list of them, not {value!r:.60}")
+    return ids
 
 
 def refuse_architecture(config: Config, expected: str) -> None:

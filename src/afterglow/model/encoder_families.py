@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from afterglow.errors import ModelError
-from afterglow.model.config_reading import Config, Family, need, read_activation
+from afterglow.model.config_reading import Config, Family, need, read_activation, reading
 from afterglow.model.names import Names
 from afterglow.model.refusals import refuse_keys
 from afterglow.model.spec import EncoderSpec
@@ -24,8 +24,12 @@ def encoder_from_config(config: Config) -> tuple[EncoderSpec, Names]:
 
     Raises: ModelError that names the key that is missing or not honoured.
     """
+    with reading():
+        return _read(config, ENCODERS[config["model_type"]])
+
+
+def _read(config: Config, family: Family) -> tuple[EncoderSpec, Names]:
     kind = config["model_type"]
-    family = ENCODERS[kind]
     refuse_keys(config, frozenset())
     known = [family.architecture + head for head in HEADS]
     for name in config.get("architectures") or ():

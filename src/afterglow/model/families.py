@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from afterglow.errors import ModelError
-from afterglow.model.config_reading import Config, need, reading, refuse_architecture, token_ids
+from afterglow.model.config_reading import Config, need, need_layers, reading, refuse_architecture, token_ids
 from afterglow.model.fallback.fallback_config import FALLBACK
 from afterglow.model.layer_norm_families import LAYER_NORM_FAMILIES
 from afterglow.model.names import Names
@@ -45,7 +45,7 @@ def spec_from_config(config: Config) -> tuple[ModelSpec, Names]:
 def _read_common(config: Config) -> dict[str, Any]:
     hidden, heads = need(config, "hidden_size"), need(config, "num_attention_heads")
     return {
-        "layers": need(config, "num_hidden_layers"),
+        "layers": need_layers(config),
         "hidden": hidden,
         "heads": heads,
         "kv_heads": config.get("num_key_value_heads") or heads,
@@ -59,9 +59,10 @@ def _read_common(config: Config) -> dict[str, Any]:
     }
 
 
+GENERATION_EOS = "eos_token_id in generation_config.json"
 FAMILIES = RMS_FAMILIES | LAYER_NORM_FAMILIES | WINDOWED_FAMILIES
 
 
 def replace_eos(spec: ModelSpec, eos: Any) -> ModelSpec:
     """Return `spec` with the ids of `generation_config.json` added to its end-of-sequence ids."""
-    return dataclasses.replace(spec, eos_ids=tuple(dict.fromkeys((*spec.eos_ids, *token_ids(eos)))))
+    return dataclasses.replace(spec, eos_ids=tuple(dict.fromkeys((*spec.eos_ids, *token_ids(eos, GENERATION_EOS)))))

@@ -286,6 +286,10 @@ class QuantizedWeights(UnpackedCheckpoint):
         module = self._quantized(name)
         return None if module is None else self._unpacked(module, shape, lambda matrix: matrix.packed(module))
 
+    def unpacks(self, name: str) -> bool:
+        """Return whether a weight is quantised: see `UnpackingSource`."""
+        return self._quantized(name) is not None
+
     def _unpacked(
         self, module: str, shape: tuple[int, int], use: Callable[[QuantizedMatrix | FloatMatrix], Result]
     ) -> Result:

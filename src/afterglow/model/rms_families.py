@@ -8,7 +8,7 @@ from typing import Any
 from afterglow.errors import ModelError
 from afterglow.model.config_reading import Config, Family, every_layer, head_dim, need, read_activation, windowed
 from afterglow.model.names import Names
-from afterglow.model.rotary import read_rope
+from afterglow.model.rotary import given_rope, read_rope
 from afterglow.model.spec import ExpertsSpec
 
 LAYER = "model.layers.{l}."
@@ -48,10 +48,10 @@ def _ministral(config: Config) -> dict[str, Any]:
 
 def _ministral3(config: Config) -> dict[str, Any]:
     """Read Ministral 3, whose queries are scaled by their position from the end of the original window on."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope = given_rope(config) or dict(_MINISTRAL3_ROPE)
     beta, original = rope.pop("llama_4_scaling_beta", None), rope.get("original_max_position_embeddings")
     rope.pop("max_position_embeddings", None)
-    fields = _llama({**config, "rope_parameters": rope}) | {"head_dim": head_dim(config)}
+    fields = _llama({**config, "rope_parameters": rope, "rope_scaling": None}) | {"head_dim": head_dim(config)}
     fields = windowed(fields, config.get("sliding_window"), every_layer(config))
     if not beta:
         return fields
@@ -134,9 +134,9 @@ def _olmoe(config: Config) -> dict[str, Any]:
 
 
 def _phi3(config: Config) -> dict[str, Any]:
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope = given_rope(config)
     if (rope.get("rope_type") or rope.get("type")) == "yarn":  # as its first files call LongRoPE
-        config = {**config, "rope_parameters": rope | {"rope_type": "longrope"}}
+        config = {**config, "rope_parameters": rope | {"rope_type": "longrope"}, "rope_scaling": None}
     original = rope.get("original_max_position_embeddings", 4096)
     config = {"original_max_position_embeddings": original, **config}
     return windowed(_llama(config, partial=1.0), config.get("sliding_window"), every_layer(config))
@@ -201,16 +201,31 @@ _EPS = {"rms_norm_eps": 1e-5}
 _GLM = {"head_dim": 128, "rms_norm_eps": 1.5625e-07, "attention_bias": True}
 _SMOLLM3 = {"rope_theta": 2000000.0, "tie_word_embeddings": True}
 _HEAD_128 = {"head_dim": 128}  # whatever the hidden size
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 RMS_FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", _llama, honoured=_BIASES),
     "mistral": Family("MistralForCausalLM", _mistral),
     "ministral": Family("MinistralForCausalLM", _ministral),
-    "ministral3": Family("Ministral3ForCausalLM", _ministral3, usual=_HEAD_128),
+    "ministral3": Family("Ministral3ForCausalLM", _ministral3, usual=_HEAD_128 | _EPS),
     "qwen2": Family("Qwen2ForCausalLM", _qwen2),
     "qwen3": Family("Qwen3ForCausalLM", _qwen3, usual=_HEAD_128, honoured=_BIAS),
     "mixtral": Family(
-        "MixtralForCausalLM", _mixtral, _MIXTRAL_NAMES, usual=_EPS, honoured=frozenset({"num_local_experts"})
+        "MixtralForCausalLM",
+        _mixtral,
+        _MIXTRAL_NAMES,
+        usual=_EPS | {"rope_theta": 1e6},
+        honoured=frozenset({"num_local_experts"}),
     ),
     "qwen2_moe": Family("Qwen2MoeForCausalLM", _qwen2_moe, honoured=_EXPERTS),
     "qwen3_moe": Family(

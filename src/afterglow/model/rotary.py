@@ -135,16 +135,34 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
 }
 
 
+def given_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of `rope_parameters` or of `rope_scaling`, empty where there is none.
+
+    Raises: ModelError if there are both and they differ: transformers would take the second alone.
+    """
+    new, old = ({**(config.get(key) or {})} for key in ("rope_parameters", "rope_scaling"))
+    if new and old and _named(config, new) != _named(config, old):
+        raise ModelError("config.json says rope_scaling and rope_parameters, which differ; keep one")
+    return new or old
+
+
+def _named(config: Mapping[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    """Return what `rope` means in `config`: with the keys that may stand outside, and each under its newer name."""
+    outside = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    named = outside | {key: value for key, value in rope.items() if value is not None}
+    old = named.pop("type", None)
+    return named | {"rope_type": named.get("rope_type") or old or "default"}
+
+
 def read_rope(config: Mapping[str, Any], head_dim: int, *, partial: float | None = None) -> dict[str, Any]:
     """Read the rotary fields of a ModelSpec from `rope_parameters` or from `rope_theta` and `rope_scaling`.
 
     Transformers 5 writes the first, version 4 wrote the others. `partial` is the family's default share of
     `head_dim` that turns; None: the whole head turns, whatever `partial_rotary_factor` says, as in transformers.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if any(isinstance(value, dict) for value in given.values()):
+    params = given_rope(config)
+    if any(isinstance(value, dict) for value in params.values()):
         raise ModelError("rotary parameters that differ between layer types are not supported")
-    params = dict(given)
     old = params.pop("type", None)
     kind = params.pop("rope_type", None) or old or "default"
     theta = params.pop("rope_theta", None) or config.get("rope_theta") or 10000.0

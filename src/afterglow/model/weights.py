@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -35,6 +35,15 @@ class WeightSource(Protocol):
 
     def packed(self, name: str, shape: tuple[int, int]) -> PackedTensor | None:
         """Return the matrix `name` in blocks, None if the source has numbers for it. Raises: as `get`."""
+        ...
+
+
+@runtime_checkable
+class UnpackingSource(WeightSource, Protocol):
+    """A source that has some matrices packed, and gives those as [outputs, inputs] whatever the model's floats are."""
+
+    def unpacks(self, name: str) -> bool:
+        """Return whether the matrix `name` is packed."""
         ...
 
 
@@ -246,10 +255,13 @@ class WeightAssembler:
         return stack[0] if len(stack) == 1 else StackedLinear(stack)
 
     def _matrix(self, part: Part, inputs: int) -> Tensor:
-        """Return the weights of a module, [outputs, inputs], as they are in the file."""
-        if self._names.transposed and part.name != self._names.head:
-            return self._source.get(part.name + ".weight", (inputs, part.outputs)).T
-        return self._source.get(part.name + ".weight", (part.outputs, inputs))
+        """Return the weights of a module, [outputs, inputs], in the order of the file."""
+        name, source = part.name + ".weight", self._source
+        # Methods of packing have one layout for all models, so what they unpack is never transposed.
+        packed = isinstance(source, UnpackingSource) and source.unpacks(name)
+        if self._names.transposed and part.name != self._names.head and not packed:
+            return source.get(name, (inputs, part.outputs)).T
+        return source.get(name, (part.outputs, inputs))
 
     def _blocks(self, part: Part, inputs: int) -> PackedTensor | None:
         return self._packed(part.name + ".weight", (part.outputs, inputs))

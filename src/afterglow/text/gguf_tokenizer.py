@@ -138,12 +138,12 @@ def build_tokenizer(vocabulary: GgufVocabulary) -> tokenizers.Tokenizer:
     """Make the tokenizer of a GGUF file's vocabulary. Raises: ModelError, if it is damaged."""
     try:
         fast = _byte_level(vocabulary, vocabulary.pre) if vocabulary.pre is not None else _sentencepiece(vocabulary)
+        fast.add_tokens(vocabulary.added_tokens())
+        _add_ends(fast, vocabulary)
     except ModelError:
         raise
     except Exception as error:  # the library raises plain Exception
         raise ModelError(f"the vocabulary of the GGUF file makes no tokenizer: {error}; the file is damaged") from None
-    fast.add_tokens(vocabulary.added_tokens())
-    _add_ends(fast, vocabulary)
     return fast
 
 
@@ -193,11 +193,14 @@ def _add_ends(fast: tokenizers.Tokenizer, vocabulary: GgufVocabulary) -> None:
         "bos_token": vocabulary.value("add_bos_token", begins),
         "eos_token": vocabulary.value("add_eos_token", False),
     }
-    first, last = (tokens.get(name) if wanted[name] else None for name in ("bos_token", "eos_token"))
-    names = [(text, vocabulary.ids[text]) for text in dict.fromkeys((first, last)) if text is not None]
-    if names:
+    # By names of our own: the library would read a token's text as a part of the template, such as `$A`, or refuse its colon.
+    named = [name for name in wanted if wanted[name] and name in tokens]
+    if named:
         fast.post_processor = processors.TemplateProcessing(
-            single=[*([first] if first else []), "$A", *([last] if last else [])], special_tokens=names
+            single=[name for name in ("bos_token", "$A", "eos_token") if name == "$A" or name in named],
+            special_tokens=[
+                {"id": name, "ids": [vocabulary.ids[tokens[name]]], "tokens": [tokens[name]]} for name in named
+            ],
         )
 
 

@@ -47,7 +47,10 @@ def read_parts(model: Path) -> TokenizerParts:
     config = _read_json(model / "tokenizer_config.json")
     named = {**_read_json(model / "special_tokens_map.json"), **config}
     special_tokens = {name: text for name in _NAMED if (text := _token_text(named.get(name)))}
-    _add_missing_tokens(fast, config, special_tokens)
+    try:
+        _add_missing_tokens(fast, config, special_tokens)
+    except (TypeError, ValueError) as error:  # a key that is no number, a flag that is no boolean, text that is none
+        raise ModelError(f"{model / 'tokenizer_config.json'}: an added token is damaged ({_line(error)})") from None
     described = config.get("response_template")
     return TokenizerParts(
         fast,
@@ -90,6 +93,10 @@ def _add_missing_tokens(
         fast.add_tokens([tokenizers.AddedToken(text, special=special, **options)])
 
 
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
 def _load_fast(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -118,7 +125,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     return value if isinstance(value, dict) else {}
 

@@ -155,14 +155,18 @@ def _rope(keys: Keys) -> dict[str, Any]:
 
 
 def turned_share(keys: Keys) -> float:
-    """Return the share of a head's dimensions that the rotary embedding turns. Raises: ModelError."""
+    """Return a share of a head that, times its dimensions and cut to a whole number, is how many the rotary embedding turns.
+
+    It is 1 if all turn. Raises: ModelError.
+    """
     head_dim = _head_dim(keys)
     turned = keys.whole("rope.dimension_count", head_dim)
     if not 0 < turned <= head_dim:
         raise ModelError(
             f"{keys.path}: a rotary embedding of {turned} of {head_dim} dimensions of a head is impossible"
         )
-    return turned / head_dim
+    # The product of the exact share can be a little too small, and would be cut to one less: 58 of 100 became 57.
+    return 1.0 if turned == head_dim else (turned + 0.5) / head_dim
 
 
 def whole_head(keys: Keys) -> None:

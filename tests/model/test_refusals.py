@@ -278,6 +278,21 @@ def test_two_scalings_that_say_the_same_are_read(kind: str, rope: dict[str, Any]
     assert both == one
 
 
+@pytest.mark.parametrize(
+    ("outside", "newer", "older"),
+    [
+        ({"original_max_position_embeddings": 1024}, {"rope_type": "yarn", "factor": 4.0}, YARN),
+        ({}, YARN | {"rope_theta": 10000.0}, YARN),
+        ({}, YARN | {"partial_rotary_factor": 1.0}, YARN),
+    ],
+)
+def test_what_one_of_two_scalings_leaves_out_as_usual_is_no_difference(
+    outside: dict[str, Any], newer: dict[str, Any], older: dict[str, Any]
+) -> None:
+    both = read(**plain("qwen3"), **outside, rope_parameters=newer, rope_scaling=older)
+    assert both == read(**plain("qwen3"), **outside, rope_scaling=older)
+
+
 def turns(rope: RopeSpec | None) -> tuple[float, ...]:
     table = None if rope is None else rope_table(rope)
     return () if table is None else (*table.inv_freq.tolist(), table.attention_factor)

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 
 from afterglow.plan.step import SaveDone
+from tests import doors
 from tests.plan.server_kit import Server, jobs_of, words
 
 BLOCK = 64  # as in the engine
@@ -180,6 +181,18 @@ def test_who_had_no_memory_in_the_step_in_which_the_others_ended_goes_on() -> No
     server.finish()
     assert len(server.text(other)) == 9 + 2
     assert server.scheduler.stats().counters.preemptions == 1
+
+
+def test_one_with_a_pass_of_its_own_ends_before_one_that_was_tried_beside_it() -> None:
+    """It has kept its memory meanwhile."""
+    server = Server(device_rows=4096)
+    shared, selecting = (server.submit(words(9, 300 * i), max_tokens=3) for i in range(2))
+    server.step()
+    doors.jobs_of(server.scheduler)[selecting].approximate = True
+    assert step_with_memory_for(server, 0) == [shared, selecting]
+    while server.scheduler.unfinished:
+        server.step()
+    assert server.ends == {shared: "length", selecting: "no_memory"}
 
 
 @pytest.mark.parametrize("beside", [0, 2])

@@ -241,6 +241,16 @@ def test_nested_texts_count_as_well(server: Running, path: str, field: str, body
         assert error["param"] == field
 
 
+def test_a_large_image_is_refused_by_name(server: Running) -> None:
+    """A prompt that is too long would be cut by agents, and sent again."""
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 5_000_000}}
+    with server.http() as http:
+        answer = http.post(CHAT, json={"messages": [{"role": "user", "content": [image]}]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages[0].content[0]"
+    assert "of type 'image_url'" in answer.json()["error"]["message"]
+
+
 def test_an_error_about_text_that_is_none(server: Running) -> None:
     body = b'{"input": [{"role": "\\ud800", "content": "hi"}]}'
     with server.http() as http:

@@ -24,9 +24,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from afterglow.cli.commands import run
+from afterglow.engine import engine, loop
 from afterglow.errors import AfterglowError, ConfigError, RequestError
 from afterglow.request import CachedTokens, Missed, Output, TokenLogprob
-from afterglow.server.engine_process import far
+from afterglow.server.engine_process import client, far
 from afterglow.server.engine_process.channel import Channel
 from afterglow.server.engine_process.client import EngineProcess
 from afterglow.server.engine_process.outputs import NewTokens, OutputReader, OutputWriter
@@ -384,6 +385,10 @@ def test_both_processes_get_a_signal_and_the_cache_is_written(tmp_path: Path, nu
 
 
 @needs_model
+def test_an_engine_has_as_long_to_close_as_it_may_take() -> None:
+    assert client.CLOSE_SECONDS >= loop.STEP_SECONDS + 2 * loop.DRAIN_SECONDS + engine.CLOSE_SECONDS
+
+
 def test_a_second_signal_ends_both_processes_at_once_and_says_nothing(tmp_path: Path) -> None:
     with serving(tmp_path, *APART, "--grace", "60") as server:
         engine = engine_of(server)

@@ -147,11 +147,16 @@ def given_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(config: Mapping[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
-    """Return what `rope` means in `config`: with the keys that may stand outside, and each under its newer name."""
-    outside = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
-    named = outside | {key: value for key, value in rope.items() if value is not None}
-    old = named.pop("type", None)
-    return named | {"rope_type": named.get("rope_type") or old or "default"}
+    """Return what `rope` means in `config`: with the keys that may stand outside, usual values, and each under its newer name."""
+    said = {key: value for key, value in rope.items() if value is not None}
+    usual = {
+        "rope_theta": config.get("rope_theta") or 10000.0,
+        "partial_rotary_factor": config.get("partial_rotary_factor") or 1.0,
+    }
+    outer = {"original_max_position_embeddings": config.get("original_max_position_embeddings")}
+    old = said.pop("type", None)
+    kind = said.pop("rope_type", None) or old or "default"
+    return usual | said | (outer if any(outer.values()) else {}) | {"rope_type": "longrope" if kind == "su" else kind}
 
 
 def read_rope(config: Mapping[str, Any], head_dim: int, *, partial: float | None = None) -> dict[str, Any]:

@@ -137,11 +137,14 @@ class Committer:
             self._queue.drew(job, token)
 
     def _hopeless(self, step: Step, result: StepResult) -> int | None:
-        """Find the job that the device will never have memory for. Runs are left out from the last on, so that the first one was tried alone;
-        and no other job holds memory."""
+        """Find the job that the device will never have memory for. Runs are left out from the last on, so that the first one was tried alone,
+        unless a job with a pass of its own has kept its memory meanwhile; and no other job holds memory."""
         tried = [run.job for run in step.runs]
-        none = all(job in result.exhausted for job in tried)
-        return tried[0] if tried and none and all(job.spec.job in tried for job in self._batch.running) else None
+        if any(job not in result.exhausted for job in tried) or any(
+            job.spec.job not in tried for job in self._batch.running
+        ):
+            return None
+        return next((job for job in tried if self._queue.jobs[job].approximate), tried[0] if tried else None)
 
     def _exhausted(self, job: Job, hopeless: bool, now: float) -> None:
         """Send back a job that the device had no memory for: it waits until another job has left. `hopeless`: it ends."""

@@ -134,7 +134,7 @@ class Placement:
         whole.dead, whole.pins = False, 0
         del self._dead[whole]
         for part in parts:
-            if self.shares and not part.volatile:
+            if self.shares and whole.kind == "exact" and not part.volatile:
                 self.replaced.append((part.id, whole.id))
             self._bury(part)
         self.quota.add(whole)

@@ -112,9 +112,17 @@ def check_messages(messages: object, name: str = "messages") -> int:
             param=name,
             code="context_length_exceeded",
         )
-    chars = sum(map(len, texts_in(messages)))
+    chars = sum(map(len, texts_in([*map(_read, messages)])))
     check_chars(chars, name)
     return chars + MESSAGE_CHARS * count
+
+
+def _read(message: object) -> object:
+    """Leave out of a message the parts of its content that have no text, such as images: they are refused by name."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(message, dict) or not isinstance(content, list):
+        return message
+    return {**message, "content": [part for part in content if not isinstance(part, dict) or "text" in part]}
 
 
 def check_chars(count: int, name: str, param: str | None = None) -> None:

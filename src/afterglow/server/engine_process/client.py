@@ -37,7 +37,7 @@ from afterglow.text import Tokenizer
 
 log = logging.getLogger("afterglow.server")
 
-CLOSE_SECONDS = 90.0  # for an engine that writes its cache to disk; it gives up by itself before
+CLOSE_SECONDS = 150.0  # for an engine that writes its cache to disk; it gives up by itself before
 KILL_SECONDS = 5.0
 
 

@@ -133,7 +133,7 @@ def relay_engine(found: Found) -> str:
         "auto": "as the engine decides (`--relay auto`)",
     }
     name = run(found, "python -m benchmarks.papers.relay.shared_prompt")
-    head = f"{name}: output tokens/s, {batch} requests at once behind a prefix of"
+    head = f"{name}: output tokens/s, at most {batch} requests at once behind a prefix of"
     return markdown(
         [head, *(f"{row['prefix']:,}" for row in rows)],
         [[said, *(f"{row['rate'][name]:.0f}" for row in rows)] for name, said in names.items()],

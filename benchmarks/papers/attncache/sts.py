@@ -250,7 +250,7 @@ def measure(task: Task, steps: int, seed: int, *, quick: bool) -> list[dict[str,
         means = mean_maps(built["AttnCache"].store)
         found += whole(judges, partial(MeanMemo, means, built["AttnCache"]), "mean maps")
         layered = build_layers(
-            task.embedder.embedder, built["AttnCache"].store, unique(task.known), steps=steps // 2, seed=seed
+            task.embedder.embedder, built["AttnCache"].store, unique(task.known), steps=steps, seed=seed
         )
         for threshold in LAYERED_THRESHOLDS:
             layered.threshold = threshold

@@ -43,7 +43,7 @@ PRINTED = (
     ("attncache_(sts|decoder)", r"^loss of AttnCache-f over", "0.5 to 0.9"),
     ("attncache_shapes", r"^attention speed-up at a hit rate of 0.3", "1.19 to 1.21"),
     ("attncache_shapes", r"^search and projection", "under 0.02"),
-    ("attncache_shapes", r"^search of 10,000 vectors", "under 0.5 (100,000)"),
+    ("attncache_shapes", r"^search of [0-9,]+ vectors", "under 0.5 (100,000)"),
 )
 
 

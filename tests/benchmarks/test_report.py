@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from afterglow.bench import report
 from afterglow.bench.report import COUNTED, arguments, finish, goal, interleaved, spread, verdict
@@ -114,3 +115,8 @@ def test_a_commit_is_that_of_the_sources(tmp_path: Path, monkeypatch: pytest.Mon
         if name == "tests/test_x.py":
             assert report.commit() == first, "results, their explanations, documents and tests change no figure"
     assert report.commit() == git("rev-parse", "--short", "HEAD").strip() != first
+
+
+def test_results_say_which_instructions_the_processor_has() -> None:
+    """Processors of one name differ in them, and the compiled kernels differ by factors."""
+    assert report.hardware()["instructions"] == torch.backends.cpu.get_cpu_capability()

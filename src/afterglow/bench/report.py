@@ -39,6 +39,7 @@ def hardware() -> dict[str, Any]:
         pass
     facts = {
         "cpu": name,
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

@@ -169,10 +169,8 @@ class Breakpoint:
         if self.rows < 1:
             raise RequestError(f"a breakpoint comes after 1 row or more, got {self.rows}", param="breakpoints")
         if not 0 < self.ttl_s <= MAX_MARK_S:
-            raise RequestError(
-                f"a breakpoint lives for more than 0 and at most {MAX_MARK_S:.0f} seconds, got {self.ttl_s:g}",
-                param="breakpoints",
-            )
+            said = f"a breakpoint lives for more than 0 and at most {MAX_MARK_S:.0f} seconds, got {self.ttl_s:g}"
+            raise RequestError(said, param="breakpoints")
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,14 +327,11 @@ Part = Content | Reasoning | CallDelta
 class Output:
     """What one engine step brought for one request.
 
-    `tokens` are the new tokens of this step (stop tokens included), `finish_reason` is set on the last output.
-    `cached` and `missed` are known from the first output on, as are the seconds it `waited` between its arrival and its
-    first step; `top2_gap` is the logit gap between the best two candidates of
-    the last token (for honest comparisons of greedy runs), only when log-probabilities were asked for.
-
-    `text` and `parts` are empty where an engine without a tokenizer replied (see `Assembler`). `text` may be empty otherwise: the end
-    may be an unfinished character, or the beginning of a stop string. `parts`: the text as content and calls, and the reasoning
-    before it.
+    `tokens` are the new tokens of this step (stop tokens included), `finish_reason` is set on the last output. `cached` and `missed`
+    are known from the first output on, as are the seconds it `waited` between its arrival and its first step. `error`: why the engine
+    gave the request up; `param`: the request's field that is to blame, if one is. `text` and `parts` (content, calls, and the reasoning
+    before) are empty where an engine without a tokenizer replied (see `Assembler`); `text` also where the end may be an unfinished
+    character, or the beginning of a stop string.
     """
 
     request_id: str
@@ -352,6 +347,12 @@ class Output:
     waited: float = 0.0
     text: str = ""
     parts: tuple[Part, ...] = ()
+    param: str | None = None
+
+    def failure(self) -> RequestError:
+        """Make the error of a request that the engine gave up."""
+        status, code = (500, None) if self.param is None else (400, "invalid_grammar")
+        return RequestError(self.error or "the request failed", status=status, param=self.param, code=code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +384,7 @@ def completion_of(outputs: Sequence[Output], ttft_s: float) -> Completion:
     """
     last = outputs[-1]
     if last.finish_reason == "error":
-        raise RequestError(last.error or "the request failed", status=500)
+        raise last.failure()
     assert last.finish_reason is not None
     return Completion(
         tokens=tuple(t for output in outputs for t in output.tokens),

@@ -124,7 +124,8 @@ def test_a_grammar_that_breaks_ends_its_own_request_only(
     with opened(folder) as model:
         prompt = model.tokenizer.encode("The kite")
         sampling = SamplingParams(max_tokens=60, seed=1, ignore_eos=True)
-        constrained = SamplingParams(max_tokens=60, seed=1, grammar=Grammar("grammar", BLOCKS), ignore_eos=True)
+        grammar = Grammar("grammar", BLOCKS, param="guided_grammar")
+        constrained = SamplingParams(max_tokens=60, seed=1, grammar=grammar, ignore_eos=True)
         free, bound = Request("free", prompt, sampling), Request("bound", prompt, constrained)
         outputs = {"free": [], "bound": []}  # type: ignore[var-annotated]
         for _, output in model.engine.outputs([free, bound]):
@@ -133,10 +134,12 @@ def test_a_grammar_that_breaks_ends_its_own_request_only(
         assert outputs["bound"][-1].finish_reason == "error"
         said = "too ambiguous" if fault == "slow" else "broken"
         assert re.search(said, outputs["bound"][-1].error or "")
+        assert outputs["bound"][-1].param == "guided_grammar"
         tokens = [token for output in outputs["bound"] for token in output.tokens]
         assert 0 < len(tokens) < 60
-        with pytest.raises(RequestError, match="cannot follow its grammar"):
+        with pytest.raises(RequestError, match="cannot follow its grammar") as raised:
             model.generate(Request("again", prompt, constrained))
+        assert (raised.value.status, raised.value.param) == (400, "guided_grammar")
         monkeypatch.undo()
         (reply,) = model.generate(Request("after", prompt, SamplingParams(max_tokens=60, seed=1, grammar=GRAMMAR)))
         assert reply.text.startswith("[")

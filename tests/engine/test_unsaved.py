@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def test_what_the_disk_had_no_room_for_is_told_and_missed_as_evicted(
     with caplog.at_level(logging.WARNING, "afterglow"):
         first.engine.close()
     (said,) = [record.message for record in caplog.records if "end with this process" in record.message]
-    found = re.match(r"(\d+) tokens \((\d+) extents, \d+\.\d MB\) end with this process", said)
+    found = re.match(r"(\d+) tokens \((\d+) extents, \d+\.\d MB\) end with this process.*--disk-cache", said)
     assert found is not None, said
     lost = int(found[1])
     stats = first.engine.stats()
@@ -60,3 +61,18 @@ def test_where_there_is_room_nothing_is_told(
     with caplog.at_level(logging.WARNING, "afterglow"):
         handle.engine.close()
     assert not [record.message for record in caplog.records if "end with this process" in record.message]
+
+
+def test_a_disk_that_refuses_writes_is_told_as_the_reason(
+    start: Callable[..., Handle], model_of: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    handle = start(model_of("llama"), tmp_path)
+    (folder,) = tmp_path.glob("*/extents")
+    shutil.rmtree(folder)
+    folder.touch()
+    handle.ask([1, 2, 3, 4] * 50, max_tokens=1)
+    with caplog.at_level(logging.WARNING, "afterglow"):
+        handle.engine.close()
+    (said,) = [record.message for record in caplog.records if "end with this process" in record.message]
+    assert "could not be written to disk" in said
+    assert "--disk-cache" not in said

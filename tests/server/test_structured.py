@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
 from collections.abc import Iterator
@@ -257,3 +258,23 @@ def test_what_cannot_be_enforced_is_refused_by_name(
     assert said in error["message"]
     assert error["param"] == param
     assert served.engine.healthy
+
+
+def test_a_grammar_that_breaks_in_a_reply_is_the_requests_fault(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = {"prompt": "A kite", "guided_regex": "[ab]{3}c{100000}", "max_tokens": 200}
+    answer = served.http.post(COMPLETIONS, json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "guided_regex", "invalid_grammar")
+    assert "cannot follow its grammar" in error["message"]
+    access = logging.getLogger("afterglow.access")
+    access.addHandler(caplog.handler)
+    try:
+        with caplog.at_level("INFO", "afterglow.access"):
+            with served.http.stream("POST", COMPLETIONS, json=body | {"stream": True}) as stream:
+                last = [line for line in stream.iter_lines() if line.startswith("data: ")][-1]
+            wait_for(lambda: any("failed: the reply cannot" in record.getMessage() for record in caplog.records))
+    finally:
+        access.removeHandler(caplog.handler)
+    assert json.loads(last.removeprefix("data: "))["error"]["param"] == "guided_regex"

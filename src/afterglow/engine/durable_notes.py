@@ -46,18 +46,22 @@ class DurableNotes:
             self._parts.store.note(IMPORTANCE, self._parts.selective.loader.take_notes(last))
 
     def give_up(self) -> None:
-        """Give up extents that the disk had no room for, and log how many. Without a disk tier nothing is ever kept."""
+        """Give up extents that are not on disk, and log how many, and why. Without a disk tier nothing is ever kept."""
         plan, budget = self._parts.scheduler, self._parts.capacity.disk_bytes
         lost = plan.give_up() if budget else None
         if lost is not None and lost.extents:
+            left = max(0, budget - plan.stats().disk_bytes)
+            why = (
+                f"are not on disk, whose budget of {budget / 1e6:.1f} MB has {left / 1e6:.1f} MB left (--disk-cache)"
+                if left < lost.bytes
+                else "could not be written to disk: is it full or read-only, or the folder gone?"
+            )
             log.warning(
-                "%d tokens (%d extents, %.1f MB) end with this process: they are not on disk, whose budget of %.1f MB has %.1f MB"
-                " left (--disk-cache)",
+                "%d tokens (%d extents, %.1f MB) end with this process: they %s",
                 lost.rows,
                 lost.extents,
                 lost.bytes / 1e6,
-                budget / 1e6,
-                max(0, budget - plan.stats().disk_bytes) / 1e6,
+                why,
             )
 
     def write(self) -> bool:

@@ -274,7 +274,7 @@ class EngineLoop:
         if self.parts.sharing is not None:
             self.parts.sharing.ended(moved)
         for job, error in out.broken.items():
-            self.requests.fail(live[job], f"the reply cannot follow its grammar: {error}")
+            self.requests.fail(live[job], str(error), error.param)
             self.parts.scheduler.cancel(job, self.parts.clock())  # unless its last token has ended it
         self.requests.take_in(events, out)
         self._counters.step(ran - began + time.perf_counter() - ended, ended - ran, prefilled)

@@ -330,9 +330,9 @@ class LiveRequests:
             self._counters.finished[output.finish_reason or "error"] += 1
         self._outbox.append((live, output))
 
-    def fail(self, live: LiveRequest, error: str) -> None:
-        """End a request with an error."""
-        self.finish(live, Output(live.request.id, (), "error", error=error))
+    def fail(self, live: LiveRequest, error: str, param: str | None = None) -> None:
+        """End a request with an error; `param`: the request's field that is to blame."""
+        self.finish(live, Output(live.request.id, (), "error", error=error, param=param))
 
     @property
     def has_outputs(self) -> bool:

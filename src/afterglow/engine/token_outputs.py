@@ -12,11 +12,13 @@ from afterglow.engine.gather import BatchEntry
 from afterglow.engine.grammars.masks import Constraint, Drawn, Masks
 from afterglow.engine.sampling import Meanwhile, Sampler, logprobs_of, sample
 from afterglow.engine.speculation.guesser import Guesser, Guesses
+from afterglow.errors import RequestError
 from afterglow.kernels.sending import on_device
 from afterglow.model.decoder import Decoder
 from afterglow.plan.step import Run, StepResult
 from afterglow.request import Request, Selected, TokenLogprob, stop_tokens
 
+NO_NUMBERS = "the model's logits are not numbers (NaN): are its weights damaged, or do they overflow in this --dtype?"
 LOGIT_ROWS = 256  # rows of logits at a time for prompt log-probabilities, so that a long prompt needs little memory
 
 
@@ -29,7 +31,9 @@ class RunOutput:
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprob]]] = field(default_factory=dict)  # with their first row
     selected: dict[int, Selected] = field(default_factory=dict)
     guesses: Guesses = field(default_factory=dict)  # of what comes next
-    broken: dict[int, str] = field(default_factory=dict)  # jobs that cannot go on, and why: their tokens are void
+    broken: dict[int, RequestError] = field(
+        default_factory=dict
+    )  # jobs that cannot go on, and why: their tokens are void
 
     def add(self, other: RunOutput) -> None:
         """Add the outputs of other runs of the same step."""
@@ -145,6 +149,12 @@ class TokenOutputs:
         )
         firsts = [0, *accumulate(len(rows) for rows in wanted)]
         drawn = self._verified(runs, logits, firsts, meanwhile)
+        # On a device this would be a launch and a wait in each step.
+        if logits.device.type == "cpu":
+            no_numbers = logits[firsts[:-1], [tokens[0] for tokens in drawn]].isnan().tolist()
+            out.broken.update(
+                (run.job, RequestError(NO_NUMBERS, status=500)) for run, no in zip(runs, no_numbers, strict=True) if no
+            )
         of_rows: list[int] = []
         for run, tokens, first in zip(runs, drawn, firsts, strict=False):
             out.result.tokens[run.job] = tokens[-1]
@@ -212,7 +222,7 @@ class TokenOutputs:
             if constraint is None:
                 continue
             if constraint.error is not None:
-                out.broken[run.job] = constraint.error
+                out.broken[run.job] = self._broken_grammar(run.job, constraint.error)
                 continue
             guesses = out.guesses.get(run.job)
             if guesses:  # what the grammar forbids is cut now; only masks can wait
@@ -220,6 +230,11 @@ class TokenOutputs:
                 out.guesses[run.job] = guesses = guesses[: constraint.allowed(guesses)]
             taken.append((constraint, () if guesses is not None else tokens, guesses or ()))
         self._masks.drew(taken)
+
+    def _broken_grammar(self, job: int, error: str) -> RequestError:
+        grammar = self._requests[job][0].sampling.grammar
+        assert grammar is not None
+        return RequestError(f"the reply cannot follow its grammar: {error}", param=grammar.param)
 
     def _prompt_logprobs(self, request: Request, entry: BatchEntry, hidden: Tensor, top: int) -> list[TokenLogprob]:
         """Compute log-probabilities of prompt tokens [start + 1, stop + 1), as far as the prompt goes."""

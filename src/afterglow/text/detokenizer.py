@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
 
-from afterglow.errors import RequestError, shutting_down
+from afterglow.errors import shutting_down
 from afterglow.request import (
     CachedTokens,
     Content,
@@ -258,7 +258,7 @@ class Assembler:
         Raises: RequestError, if the engine gave the request up.
         """
         if output.finish_reason == "error":
-            raise RequestError(output.error or "the request failed", status=500)
+            raise output.failure()
         if output.finish_reason == "cancelled":  # not by the caller: the engine is closing
             raise shutting_down()
         if not self.tokens:

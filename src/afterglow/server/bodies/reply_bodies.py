@@ -48,11 +48,20 @@ OF_REPLIES: Unused = {  # what would change a reply, and is not supported
     "allowed_token_ids": ([],),
     "bad_words": ([], ""),
     "chat_template": ("",),
+    "detokenize": (True,),
     "documents": ([],),
+    "dry_multiplier": (0,),
+    "grammar": ("",),
+    "json_schema": ({},),
     "logits_processors": ([], {}),
+    "mirostat": (0,),
+    "n_probs": (0,),
     "prompt_logprobs": (),
+    "return_tokens_as_token_ids": (False,),
+    "top_a": (0,),
     "truncate_prompt_tokens": (-1,),
     "typical_p": (1,),
+    "xtc_probability": (0,),
 }
 
 

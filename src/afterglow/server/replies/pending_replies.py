@@ -238,6 +238,8 @@ class Replies(ABC):
                     raise output
                 if index not in self._open:
                     continue  # the engine's step after a stop string
+                if output.error is not None:
+                    self.record.note = f"failed: {output.error}"  # a stream's status says nothing of it
                 piece = self.texts[index].feed(output)
                 if piece.finish_reason is not None or output.finish_reason is not None:
                     self._leave(index, running=output.finish_reason is None)

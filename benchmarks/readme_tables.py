@@ -1,4 +1,4 @@
-"""The README's tables of figures, each made of one file of benchmarks/results and of nothing else."""
+"""Tables of figures for README.md and docs, each made of one file of benchmarks/results and of nothing else."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from afterglow.bench.report import verdict
 from benchmarks.common.paths import RESULTS
 from benchmarks.peers.quantized import tables
 
@@ -153,6 +154,85 @@ def scale(found: Found) -> str:
     )
 
 
+def saving(found: Found) -> str:
+    """Show what a turn takes beside one that saves nothing."""
+    ways = {
+        "on": "saved while it computes",
+        "on, awaited": "the same, the next job waits for the writes",
+        "off again": "not saved, again",
+    }
+    by = {(row["prompt"], row["saving"]): row for row in found["rows"]}
+    head = f"{run(found, 'python -m benchmarks.papers.cachedattention.saving')}: times as long as not saved; prompt of"
+    measures = {
+        "decode_ratio": "a decoded token",
+        "next_ratio": "the next job's first token",
+        "all_ratio": "the whole turn",
+    }
+    lines = [
+        [
+            str(prompt),
+            said,
+            *(f"{by[prompt, way][key]:.3f}" for key in measures),
+            f"{percent(by[prompt, way]['decode_a_a'])}",
+        ]
+        for prompt in sorted({row["prompt"] for row in found["rows"]})
+        for way, said in ways.items()
+    ]
+    return markdown([head, "way", *measures.values(), "a token's repeats differ by"], lines)
+
+
+def preload(found: Found) -> str:
+    """Show first tokens from a disk by read buffer, and from the disk as it is beside their bound."""
+    head = f"{run(found, 'python -m benchmarks.papers.cachedattention.preload')}: TTFT from a slowed disk, {found['layers']} layers"
+    buffers = [
+        [
+            row["variant"],
+            f"{row['ttft_ms']:.0f} ms",
+            percent(row["reduction"]),
+            f"{row['predicted_ms']:.0f} ms",
+            percent(row["spread"]),
+        ]
+        for row in found["rows"]
+    ]
+    disk = [
+        [
+            f"{one['model']}, {one['history']:,} tokens",
+            *(f"{one[key]:.0f} ms" for key in ("load", "compute", "disk", "bound")),
+            f"{one['disk'] / one['bound']:.2f}",
+        ]
+        for one in found["real_disk"]
+    ]
+    first = markdown([head, "measured", "less than without", "by the formula", "repeats differ by"], buffers)
+    return f"{first}\n{markdown(['the disk as it is', 'load alone', 'compute alone', 'TTFT', 'bound', 'TTFT / bound'], disk)}"
+
+
+def disk(found: Found) -> str:
+    """Show the speed of files of extents beside plain loops over as many bytes."""
+    head = f"{run(found, 'afterglow bench disk')}: MB/s"
+    lines = [
+        [
+            f"{row['what']}, files of {row['rows']:,} rows, {row['threads']} thread{'s' * (row['threads'] > 1)}",
+            *(f"{row[loop]['mb_per_s']:,.0f}" for loop in ("reused", "kept")),
+            f"{row['mb_per_s']:,.0f}",
+            *(f"{row[key]:.2f}" for key in ("ratio", "ratio_kept")),
+            percent(row["spread"]),
+        ]
+        for row in found["rows"]
+    ]
+    loops = ("plain loop, one buffer", "plain loop, memory for all", "ours")
+    return markdown([head, *loops, "of the first", "of the second", "repeats differ by"], lines)
+
+
+def soak(found: Found) -> str:
+    """Show what a long run of one engine held to."""
+    (row,) = found["rows"]
+    head = (
+        f"{run(found, 'python -m benchmarks.engine.soak')}: {row['turns']:,} turns, {row['aborted']:,} of them aborted"
+    )
+    lines = [[goal["name"], f"{goal['value']:,.0f}", goal["goal"], verdict(goal)] for goal in found["goals"]]
+    return markdown([head, "measured", "wanted", ""], lines)
+
+
 def truncation(found: Found) -> str:
     by = {(row["table"], row.get("text") or row.get("task")): row for row in found["rows"] if row["model"] == "bundled"}
     replies, prefill = by["perplexity", "dialogues: replies"], by["prefill", "dialogues"]["tokens"]
@@ -274,5 +354,9 @@ TABLES: dict[str, tuple[str, Callable[[Found], str]]] = {
     "relay_operator": ("relay_operator", relay_operator),
     "relay_engine": ("relay_engine", relay_engine),
     "scale": ("scale", scale),
+    "saving": ("saving", saving),
+    "preload": ("preload", preload),
+    "disk": ("disk", disk),
+    "soak": ("soak", soak),
     "truncation": ("truncation", truncation),
 }

@@ -31,7 +31,21 @@ def explanation(file: str, goal: str) -> Missed | None:
 def section(paper: str) -> str:
     """Write a paragraph and a list for each group of goals of a paper that are not met."""
     goals = page_goals.unmet()[paper]
-    return "\n".join(_paragraphs(goals)) if goals else "All goals are met.\n"
+    just_met = page_goals.just_met(paper) if paper in page_goals.MEASURED else []
+    missed = list(_paragraphs(goals)) if goals else ["All goals are met.\n"]
+    return "\n".join([*missed, *([_just_met(just_met)] if just_met else [])])
+
+
+def _just_met(goals: list[tuple[str, Found]]) -> str:
+    """List goals that are met by no more than their noise, for each file."""
+    files: dict[str, list[str]] = {}
+    for file, goal in goals:
+        error = page_goals.error_of(file, page_goals.read(file), goal)
+        shown = f"{goal['name']} {number(goal['value'])} (wanted {goal['goal']}; {error})"
+        files.setdefault(file, []).append(shown)
+    lines = [f"- {page_goals.link(file)}: {'; '.join(shown)}\n" for file, shown in files.items()]
+    head = f"**Met, within noise** ({len(goals)}): each could as well be missed. More repeats, or a quieter machine, would tell.\n\n"
+    return head + "".join(lines)
 
 
 def _paragraphs(goals: list[tuple[str, Found]]) -> Iterator[str]:
@@ -47,7 +61,7 @@ def _paragraphs(goals: list[tuple[str, Found]]) -> Iterator[str]:
 
 
 def _values(goals: list[Found]) -> str:
-    """Show how many goals are missed, how many within noise, and their values beside what was wanted."""
+    """Show how many goals are missed, how many of them within noise, and their values beside what was wanted."""
     near = sum(goal["within_noise"] for goal in goals)
     counted = [f"{len(goals) - near} missed"] * (near < len(goals)) + [f"{near} within noise"] * (near > 0)
     wanted: dict[str, list[str]] = {}

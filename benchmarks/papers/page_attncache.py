@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from statistics import fmean
+from typing import Any
 
+from afterglow.memo.break_even import LEAST_GAIN
 from benchmarks.papers.page_goals import beyond_promise, read
 from benchmarks.papers.page_simulated import Found, markdown
 
@@ -17,7 +21,7 @@ PRINTED_LOSS = {
 
 def attncache(model: str, found: Found) -> str:
     """Make AttnCache's tables 1 and 2: means over the tasks of what was chosen on the validation part. Means of all maps are shown where
-    AttnCache hits."""
+    AttnCache hits. Files that were made without times show none."""
     methods: dict[str, list[Found]] = {}
     every = found["rows"]
     hits = {(row["task"], row["threshold"]) for row in every if row["chosen"] and row["method"] == "AttnCache"}
@@ -27,46 +31,70 @@ def attncache(model: str, found: Found) -> str:
             methods.setdefault(row["method"], []).append(row)
     if controls:
         methods["mean maps"] = [controls[one] for one in sorted(hits)]
-
-    def mean(rows: list[Found], key: str, form: str) -> str:
-        values = [row[key] for row in rows if row.get(key) is not None]
-        return form.format(fmean(values)) if len(values) == len(rows) else ""
-
-    def losses(rows: list[Found]) -> str:
-        values = [row["loss"] for row in rows]
-        return f"{min(values):.1f} to {max(values):.1f}"
-
+    timed = any("speedup_attention" in row for row in every)
+    columns = [*COLUMNS, *(TIMES if timed else ())]
     lines = [
         (
             method,
             PRINTED_LOSS.get(method, ""),
-            mean(rows, "loss", "{:.1f}"),
-            losses(rows),
-            mean(rows, "unseen_loss", "{:.1f}"),
-            mean(rows, "hit_rate", "{:.0%}"),
-            mean(rows, "unseen_hit_rate", "{:.0%}"),
-            mean(rows, "speedup_attention", "{:.2f}"),
-            mean(rows, "speedup_whole", "{:.2f}"),
+            f"{_mean(rows, 'loss', '{:.1f}')}{_error(rows)}",
+            _range([row["loss"] for row in rows], "{:.1f}"),
+            *(_mean(rows, key, form) for _, key, form in columns),
         )
         for method, rows in methods.items()
     ]
     tasks = [row["task"].upper().replace("STSB", "STS-B") for row in methods["full"]]
-    head = f"{model}, mean of {' '.join(tasks)} | paper: points lost | ours | range over tasks | unseen | hits | unseen | attention, x | whole pass, x"
-    return markdown(head.split(" | "), lines) + f"\nTimes: {found['clock']}.\n"
+    head = (f"{model}, mean of {' '.join(tasks)}", "paper: points lost", "ours", "range over tasks")
+    sure = any("loss_error" in row for row in every)
+    notes = [
+        *(["±: 95 %, over the pairs of the test parts."] * sure),
+        f"Times: {found['clock']}." if timed else "Times were not measured.",
+    ]
+    return markdown([*head, *(name for name, _, _ in columns)], lines) + f"\n{' '.join(notes)}\n"
+
+
+COLUMNS = (("unseen", "unseen_loss", "{:.1f}"), ("hits", "hit_rate", "{:.0%}"), ("unseen", "unseen_hit_rate", "{:.0%}"))
+TIMES = (("attention, x", "speedup_attention", "{:.2f}"), ("whole pass, x", "speedup_whole", "{:.2f}"))
+
+
+def _mean(rows: list[Found], key: str, form: str) -> str:
+    values = [row[key] for row in rows if row.get(key) is not None]
+    return form.format(fmean(values)) if len(values) == len(rows) else ""
+
+
+def _error(rows: list[Found]) -> str:
+    """Show the 95 % interval of a mean loss over tasks, each with its own error; nothing where all are 0, or not known."""
+    each: list[Any] = [row.get("loss_error") for row in rows]
+    return "" if None in each or not any(each) else f" ± {1.96 * math.hypot(*each) / len(each):.1f}"
 
 
 def small_models() -> str:
     """Show whole passes of small models with maps: from which hit rate on they are faster, and by how much at some."""
     rows = read("attncache_small")["rows"]
     kinds = ("model", "weights", "tokens")
-    gains = {(*(r[c] for c in kinds), r["hit_rate"]): f"{r['pass']:.2f}" for r in rows if r["what"] == "pass"}
+    gains: dict[tuple[Any, ...], dict[float, float]] = {}
+    for row in rows:
+        if row["what"] == "pass":
+            gains.setdefault(tuple(row[c] for c in kinds), {})[row["hit_rate"]] = row["pass"]
     lines = []
     for row in rows:
         if row["what"] == "break-even":
             kind = tuple(row[c] for c in kinds)
-            least = "never" if row["hit_rate"] is None else f"{row['hit_rate']:.0%}"
-            lines.append([*map(str, kind), least, *(gains[*kind, rate] for rate in (0.5, 0.9, 1.0))])
-    return markdown([*kinds, "faster from a hit rate of", "x at 50 %", "at 90 %", "at 100 %"], lines)
+            rates = (row["hit_rate"], rate_for(gains[kind], LEAST_GAIN))
+            least = ["never" if rate is None else f"{rate:.0%}" for rate in rates]
+            lines.append([*map(str, kind), *least, *(f"{gains[kind][rate]:.2f}" for rate in (0.5, 0.9, 1.0))])
+    used = f"used by `auto` ({LEAST_GAIN:g} x) from"
+    return markdown([*kinds, "faster from a hit rate of", used, "x at 50 %", "at 90 %", "at 100 %"], lines)
+
+
+def rate_for(gains: Mapping[float, float], least: float) -> float | None:
+    """Find the hit rate from which on passes are `least` times as fast, on the line between two that were measured; None: at none."""
+    rates = sorted(gains)
+    first = next((i for i in range(len(rates)) if min(gains[rate] for rate in rates[i:]) >= least), None)
+    if not first:
+        return None if first is None else rates[0]
+    (low, before), (high, after) = ((rate, gains[rate]) for rate in rates[first - 1 : first + 1])
+    return low + (high - low) * (least - before) / (after - before)
 
 
 def carry_over(found: Found) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from afterglow.bench.report import COUNTED, goal
@@ -40,7 +41,8 @@ class Source:
 
 MEASURED: dict[str, tuple[Source, ...]] = {
     "CachedAttention": (
-        Source("overflow", "Tables 1 and 2", REAL),
+        Source("overflow", "Table 1", REAL),
+        Source("choices", "Table 2", REAL, "every fourth question"),
         Source("truncation", "Tables 1 and 2", f"{BUNDLED} and stories260k"),
         Source("preload", "Fig. 18 and 19", f"100 M and 1.1 B parameters, {RANDOM}"),
         Source("saving", "Fig. 20", f"100 M, {RANDOM}"),
@@ -68,7 +70,11 @@ MEASURED: dict[str, tuple[Source, ...]] = {
             ALPHA,
         ),
         Source("importance_quality", "Fig. 4, 8, 15 and 22", f"{BUNDLED} and stories260k", ALPHA),
+        Source("importance_real", "Fig. 4, 8, 15 and 19 to 22", REAL, ALPHA),
         Source("importance_means", "Means of what is left out, beyond the paper", f"{BUNDLED}; {REAL}", ALPHA),
+        Source(
+            "importance_renew", "Decoded tokens select anew, beyond the paper", f"heads of 64, {RANDOM}; {REAL}", ALPHA
+        ),
     ),
     "AttnCache": (
         Source("attncache_sts", "Tables 1 and 2", "MiniLM, 22 M", "250 other pairs of each task"),
@@ -79,6 +85,7 @@ MEASURED: dict[str, tuple[Source, ...]] = {
             "MiniLM, 22 M",
             "200 sentences of a third task",
         ),
+        Source("attncache_distances", "Fig. 1", "MiniLM, 22 M"),
         Source("attncache_shapes", "Table 1", f"layers of large models, {RANDOM}"),
         Source("attncache_small", "Whole passes, beyond the paper", f"small models, {RANDOM}"),
     ),
@@ -87,6 +94,20 @@ MEASURED: dict[str, tuple[Source, ...]] = {
         Source("validate", "Beside the engine", f"100 M, {RANDOM}"),
     ),
 }
+
+BESIDE = (
+    Source("soak", "20,000 turns in one engine", f"a tiny Llama, {RANDOM}"),
+    Source("engine", "Prefill and decode beside transformers", f"100 M, {RANDOM}"),
+    Source("engine_process", "An engine in a process of its own", "the bundled model (2.6 M)"),
+    Source("profile", "What prefill and decode reach of the machine", f"100 M, {RANDOM}"),
+)
+"""Files about no paper: they are listed, and their goals count for none."""
+
+ONE_CALL = "f60aa88"
+BEFORE_ONE_CALL = frozenset({"d7d1d04", "daa9652", "161cc4e"})
+"""The change since which all chunks of a layer are read by one call, and wanted ones overtake guesses; and commits before it of which
+there are results. `tests/benchmarks/test_papers_page.py` compares them with git's history.
+"""
 
 
 def read(file: str) -> Found:
@@ -192,6 +213,28 @@ def counts(name: str) -> str:
     return next((kind for start, kind in APART.items() if name.startswith(start)), COUNTS)
 
 
+MET, JUST_MET, JUST_MISSED, MISSED = VERDICTS = ("met", "met, within noise", "missed, within noise", "missed")
+
+
+def judged(one: Found) -> str:
+    """Say in words how a goal came out: one of `VERDICTS`.
+
+    A goal that is met by no more than its noise is as little shown as one that is missed by no more. Noise is what repeats differ by
+    (`spread`) or, for goals that are met, the 95 % interval if that is wider. A miss is excused by `spread` alone, as its file has it.
+    """
+    if not one["met"]:
+        return JUST_MISSED if one["within_noise"] else MISSED
+    wanted = float(one["goal"].split()[1])
+    noise = max(one["spread"] * abs(wanted), 1.96 * (one.get("error") or 0.0))
+    return JUST_MET if noise > 0 and abs(one["value"] - wanted) <= noise else MET
+
+
+def tally(goals: Sequence[Found]) -> dict[str, int]:
+    """Count goals by how they came out, in the order of `VERDICTS`."""
+    found = Counter(map(judged, goals))
+    return {verdict: found[verdict] for verdict in VERDICTS}
+
+
 # ----------------------------------------------------------------------------------- goals that are not met
 
 
@@ -211,6 +254,12 @@ def operator_goals(paper: str) -> list[tuple[Found, bool]]:
     return [
         (one, "fitted" not in one["name"]) for one in read(OPERATORS)["goals"] if one["name"].startswith(f"{paper} ")
     ]
+
+
+def just_met(paper: str) -> list[tuple[str, Found]]:
+    """List the measured goals of a paper that count and are met within noise, each with its file."""
+    goals = [(source.file, one) for source in sources(paper) for one in goals_of(source.file, read(source.file))]
+    return [(file, one) for file, one in goals if counts(one["name"]) == COUNTS and judged(one) == JUST_MET]
 
 
 def unmet() -> dict[str, list[tuple[str, Found]]]:
@@ -260,9 +309,7 @@ def error_of(file: str, found: Found, one: Found) -> str:
 
 
 def _over_tasks(found: Found, name: str) -> str:
-    """Show the range over the tasks of a mean of AttnCache's. Scores of single pairs, of which an error could be made, are
-    not kept.
-    """
+    """Show the range over the tasks of a mean of AttnCache's: for files that are older than its errors over pairs."""
     what, _, last = name.rpartition(", ")
     if last in METHODS and what in KEYS:
         key, form = KEYS[what]

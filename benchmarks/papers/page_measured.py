@@ -41,24 +41,6 @@ def overflow_drift() -> str:
     return markdown(head, [(row["text"], *(pair(each, 4) for each in row["by_overflow"]["CA"])) for row in rows])
 
 
-def overflow_accuracy() -> str:
-    """Make table 2, through the engine."""
-    found = read("overflow")
-    arms = ("CA", "TT", "NKVT", "none")
-    lines = []
-    for row in found["rows"]:
-        if row["table"] == "accuracy":
-            shares = (pair(row["accuracy"][arm], 1) for arm in arms)
-            same = (f"{row['same_choice'][arm]:.0f}" for arm in ("CA", "NKVT"))
-            lines.append((row["text"], f"{row['questions']}", f"{row['chance']:g}", *shares, *same))
-    head = ["right after five overflows, %", "questions", "chance", "CA", "TT", "NKVT", "nothing"]
-    printed = [
-        ("paper: PIQA, LLaMA-7B", "", "50", "77.1", "77.2", "48.9", "", "", ""),
-        ("paper: LongEval, LLaMA-7B", "", "", "66.0", "65.9", "12.0", "", "", ""),
-    ]
-    return markdown([*head, "CA chooses as TT, %", "NKVT as TT, %"], [*lines, *printed])
-
-
 def title(found: Found) -> str:
     """Name the model and its window."""
     return f"{REAL}, a window of {found['settings']['window']:,}"

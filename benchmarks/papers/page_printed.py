@@ -22,7 +22,7 @@ RELAY_GAINS = {
 PRINTED = (
     ("overflow|truncation", r"^perplexity CA / TT: ", "0.997 to 1.002"),
     ("overflow|truncation", r"^perplexity NKVT / TT", "245 to 401"),
-    ("overflow|truncation", r"^points that CA loses", "-0.3 to 0.9"),
+    ("choices|truncation", r"^points that CA loses", "-0.3 to 0.9"),
     ("preload", r"^Fig. 19, event simulation: PL-B0", "0.35"),
     ("preload", r"^Fig. 19, event simulation: PL-B15", "0.61"),
     ("placement", r"^backlog: hit rate, look-ahead - lru", "27 and 28"),
@@ -38,6 +38,7 @@ PRINTED = (
     ("importance_(io|wide)", r"\+(ITF|RO|SC): TTFT over the step before", "under 1"),
     ("importance_quality", r"scored: points of recall lost", "under 1 (accuracy)"),
     ("importance_quality", r"^identification's share", "0.06"),
+    ("importance_real", r"points of accuracy lost", "under 1"),
     ("attncache_(sts|decoder)", r"^hit rate, as published", "0.3"),
     ("attncache_(sts|decoder)", r"^points lost at it, as published", "0.9 to 2.3"),
     ("attncache_(sts|decoder)", r"^loss of AttnCache-f over", "0.5 to 0.9"),

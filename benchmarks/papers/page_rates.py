@@ -99,4 +99,22 @@ def renewal(found: Found) -> str:
         for row in found["rows"]
     ]
     first = f"behind {found['tokens']:,} tokens, {found['retention']:.0%} selected, {found['mb_per_s']:,} MB/s: model"
-    return markdown((first, "way", "TTFT, ms", "a decoded token, ms", "of SPEC's way", "read, MB a token"), lines)
+    head = (first, "way", "TTFT, ms", "a decoded token, ms", "of SPEC's way", "read, MB a token")
+    return markdown(head, lines) + f"\n{_repeats(found)}\n"
+
+
+def _repeats(found: Found) -> str:
+    """Say how large the run was, and what the same way asked again differs by."""
+    rows = {(row["model"], row["variant"]): row for row in found["rows"]}
+    apart = []
+    for (model, way), row in rows.items():
+        again = rows.get((model, f"{way}, again"))
+        if again is not None:
+            low, high = sorted((row["token_ms"], again["token_ms"]))
+            apart.append(f"{high / low:.2f} times with {model} ({low:.1f} and {high:.1f} ms)")
+    requests = max(row["requests"] for row in found["rows"])
+    run = "A quick run" if found["quick"] else "A full run"
+    return (
+        f"{run} of commit {found['commit']}: {requests} requests for each way. A decoded token of the same way, asked again, differs by {', and by '.join(apart)}, so ratios closer than "
+        "that say nothing. Bytes are counted."
+    )

@@ -5,27 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from afterglow.bench.report import verdict
 from benchmarks.papers import (
     missed,
     page_attncache,
+    page_choices,
+    page_distances,
     page_measured,
     page_prose,
     page_rates,
     page_simulated,
+    page_spec_real,
     page_summary,
 )
 from benchmarks.papers.page_goals import (
     MEASURED,
+    MISSED,
     OPERATORS,
     SIMULATED,
     Source,
     counts,
     error_of,
     goals_of,
+    judged,
     link,
     read,
     sources,
+    tally,
     there,
 )
 from benchmarks.papers.page_printed import printed
@@ -40,14 +45,15 @@ def goal_lines(source: Source, found: Found) -> list[Sequence[str]]:
     lines: list[Sequence[str]] = []
     for goal in goals_of(source.file, found):
         kind = counts(goal["name"])
-        judged = verdict(goal).replace("MISSED", "**missed**")
+        came_out = judged(goal)
+        said = f"**{came_out}**" if came_out == MISSED else came_out
         lines.append(
             (
                 goal["name"] + (f" {MADE}" if "made" in goal else ""),
                 printed(source.file, goal["name"]),
                 number(goal["value"]),
                 goal["goal"],
-                judged if kind == COUNTS else f"{judged} ({kind.removeprefix('no: ')}: does not count)",
+                said if kind == COUNTS else f"{said} ({kind.removeprefix('no: ')}: does not count)",
                 error_of(source.file, found, goal),
             )
         )
@@ -55,17 +61,18 @@ def goal_lines(source: Source, found: Found) -> list[Sequence[str]]:
 
 
 def measured(paper: str) -> str:
-    """Show all goals that were measured for a paper: a folded table for each file."""
-    return "\n".join(_folded(source) for source in sources(paper))
+    """Show all goals that were measured for a paper: a folded table for each file that has goals."""
+    return "\n".join(_folded(source) for source in sources(paper) if goals_of(source.file, read(source.file)))
 
 
 def _folded(source: Source) -> str:
     found = read(source.file)
-    judged = [goal for goal in goals_of(source.file, found) if counts(goal["name"]) == COUNTS]
-    met = f"{sum(goal['met'] for goal in judged)} of {len(judged)} goals met"
+    counted = [goal for goal in goals_of(source.file, found) if counts(goal["name"]) == COUNTS]
+    came_out = "; ".join(f"{count} {verdict}" for verdict, count in tally(counted).items() if count)
     run = "quick" if found["quick"] else "full"
     about = f"{link(source.file)}, a {run} run of commit {found['commit']}. Thresholds: {source.thresholds}.\n"
-    title = f"{source.figure} ({source.model}): {met}"
+    number = f"{len(counted)} goal{'s' * (len(counted) > 1)}"
+    title = f"{source.figure} ({source.model}), {number}: {came_out}"
     table = markdown(HEAD, goal_lines(source, found))
     return f"<details>\n<summary>{title}</summary>\n\n{about}\n{table}\n</details>\n"
 
@@ -88,7 +95,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"not met: {paper}": partial(missed.section, paper) for paper in (*MEASURED, "Operators")},
     "overflow: perplexity": page_measured.overflow_perplexity,
     "overflow: drift": page_measured.overflow_drift,
-    "overflow: accuracy": page_measured.overflow_accuracy,
+    "overflow: accuracy": partial(_when_measured, page_choices.choices, "choices"),
     "times: in words": page_prose.times,
     "load or recompute: rates": partial(_when_measured, page_rates.rates, "tier_rates"),
     "load or recompute: changes": partial(_when_measured, page_rates.changes, "tier_rates"),
@@ -97,12 +104,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "relay rates": page_measured.relay_rates,
     "spec io": page_measured.spec_io,
     "spec io: in words": page_prose.spec_io,
+    "spec io: older": page_prose.before_one_call,
     "spec quality: in words": page_prose.spec_quality,
+    "spec real": partial(_when_measured, page_spec_real.spec_real, "importance_real"),
     "spec means": partial(_when_measured, page_measured.spec_means, "importance_means"),
     "spec sweep: in words": partial(_when_measured, page_prose.spec_sweep, "importance_sweep"),
     "spec sweep": partial(_when_measured, page_rates.sweep, "importance_sweep"),
     "spec renewal": partial(_when_measured, page_rates.renewal, "importance_renew"),
     "attncache": partial(_when_measured, partial(page_attncache.attncache, "MiniLM"), "attncache_sts"),
+    "attncache: distances": partial(_when_measured, page_distances.distances, "attncache_distances"),
     "attncache: decoder": partial(
         _when_measured, partial(page_attncache.attncache, "SmolLM2-135M"), "attncache_decoder"
     ),

@@ -6,20 +6,26 @@ import dataclasses
 import json
 import math
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from benchmarks.papers.attncache import carry_over, judging, sts
+from benchmarks.papers import page_attncache, page_goals
+from benchmarks.papers.attncache import baselines, carry_over, judging, sts
 from benchmarks.papers.attncache.baselines import mean_maps
 from benchmarks.papers.attncache.measures import gamma, read_pairs, spearman, split
+from benchmarks.papers.attncache.passes import Passes
 from benchmarks.papers.attncache.shapes import allowed
+from benchmarks.papers.attncache.sts_report import goals_of
 
 from afterglow.errors import ConfigError
+from afterglow.memo import build, training
 from afterglow.memo.maps import MapStore, token_key
 from afterglow.memo.packing import unpack
+from afterglow.memo.projector import Projector
 from afterglow.model.encoder import BatchAttend
 from afterglow.model.linear import int8_levels
 from tests.memo.test_maps import IDENTITY, maps_of
@@ -72,7 +78,12 @@ def test_rank_correlation() -> None:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    folder = tmp_path / "data" / "sts"
+    return made_up(tmp_path)
+
+
+def made_up(place: Path) -> Path:
+    """Write pairs of the tasks, and return their folder."""
+    folder = place / "data" / "sts"
     folder.mkdir(parents=True)
     nouns, verbs = ("cat", "dog", "kite", "mill", "river", "mat"), ("sat", "ran", "is")
     pairs = [
@@ -84,7 +95,7 @@ def data(tmp_path: Path) -> Path:
     ]
     for name in ("sts12", "sts15", "stsb_train", "stsb_dev", "stsb_test"):
         (folder / f"{name}.tsv").write_text("".join(f"{gold}\t{x}\t{y}\tmade up\n" for gold, x, y in pairs))
-    return tmp_path / "data"
+    return place / "data"
 
 
 @pytest.mark.parametrize("task", ["sts15", "stsb"])
@@ -107,8 +118,8 @@ def test_no_pair_is_in_two_parts(data: Path, task: str) -> None:
 
 
 def run(path: Path, folder: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The rows of a small run."""
-    sizes = ["--quick", "--build", "60", "--pairs", "16", "--steps", "5"]
+    """Return the rows of a small run without times."""
+    sizes = ["--quick", "--build", "60", "--pairs", "16", "--steps", "5", "--no-times"]
     words = ["--data", str(data), "--tasks", "sts15", "stsb", "--model", str(folder), *sizes, "--json", str(path)]
     monkeypatch.setattr(sys, "argv", ["attncache_sts", *words])
     assert sts.main() == 0
@@ -142,7 +153,8 @@ def test_thresholds_do_not_know_the_test_part(data: Path, tmp_path: Path, monkey
 
 def test_the_highest_rate_that_validation_allows_is_chosen() -> None:
     def found(method: str, setting: float, rate: float, validation: float, test: float) -> judging.Found:
-        judged = [judging.Judged(score, score, rate, 0.0, 0.0, rate) for score in (validation, test)]
+        none = np.empty(0)
+        judged = [judging.Judged(score, score, rate, 0.0, 0.0, rate, none, none) for score in (validation, test)]
         return judging.Found(method, setting, judged[0], judged[1], BatchAttend)
 
     settings = [
@@ -190,9 +202,12 @@ def test_the_command_writes(data: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert sts.main() == 0
     rows = json.loads(path.read_text())["rows"]
     chosen = {row["method"]: row for row in rows if row["chosen"]}
-    methods = {"full", "SAN", "LazyFormer", "AttnDrop", "BlockDrop", "AttnCache-f", "mean maps", *sts.VARIANTS}
+    others = {"SAN", "LazyFormer", "AttnDrop", "BlockDrop", "AttnCache-f", "mean maps", "mean maps, by layers"}
+    methods = {"full", *others, *sts.VARIANTS}
     assert set(chosen) == methods | ({"int8", "int4"} if int8_levels() else set())
-    assert all(row["speedup_attention"] > 0 for row in chosen.values())
+    assert all(row["speedup_attention"] > 0 and row["timed"] for row in chosen.values())
+    assert not any(row["timed"] for row in rows if not row["chosen"])
+    assert json.loads(path.read_text())["clock"] is not None
     full = chosen["full"]
     assert full["hit_rate"] == full["error"] == full["loss"] == 0
     for row in rows:
@@ -218,12 +233,89 @@ def test_the_command_writes(data: Path, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "argv", ["attncache_sts", *again, "--seed", "3"])
     with pytest.raises(ConfigError, match="other settings"):
         sts.main()
+    monkeypatch.setattr(sys, "argv", ["attncache_sts", *again, "--no-times"])
+    with pytest.raises(ConfigError, match="other settings"):  # a file has times of all its tasks, or of none
+        sts.main()
     whole = [row for row in rows if row["method"] == "AttnCache"]
     means = {row["threshold"]: row for row in rows if row["method"] == "mean maps"}
     assert all(means[row["threshold"]]["hit_rate"] == row["hit_rate"] for row in whole)
     assert any(means[row["threshold"]]["error"] != row["error"] for row in whole)
+    ours, control = chosen["+ layers (ours)"], chosen["mean maps, by layers"]
+    assert (control["threshold"], control["hit_rate"]) == (ours["threshold"], ours["hit_rate"])
+    assert control["error"] != ours["error"]
     assert max(row["hit_rate"] for row in whole) == 1.0
     assert max(row["error"] for row in whole) > 1e-4
+
+
+@dataclasses.dataclass
+class Untimed:
+    """A small run of two tasks without times: what it wrote, and how it trained."""
+
+    found: dict[str, Any]
+    trained: Counter[tuple[str, int]]  # kind of projector, steps
+
+
+@pytest.fixture(scope="module")
+def untimed(tmp_path_factory: pytest.TempPathFactory) -> Untimed:
+    place, trained = tmp_path_factory.mktemp("untimed"), Counter[tuple[str, int]]()
+
+    def train(spec: Any, *args: Any, steps: int, **more: Any) -> Projector:
+        trained[spec.kind, steps] += 1
+        return real(spec, *args, steps=steps, **more)
+
+    real = training.train
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Passes, "times", None)
+        patch.setattr(build, "train", train)
+        patch.setattr(baselines, "train", train)
+        run(place / "found.json", tiny_encoder(place / "model"), made_up(place), patch)
+    return Untimed(json.loads((place / "found.json").read_text()), trained)
+
+
+def test_without_times_nothing_is_timed_and_rows_say_so(untimed: Untimed) -> None:
+    found, rows = untimed.found, untimed.found["rows"]
+    assert (found["times"], found["clock"]) == (False, None)
+    assert not any(row["timed"] for row in rows)
+    assert not [key for row in rows for key in row if key.startswith(("speedup", "seconds"))]
+    shown = page_attncache.attncache("tiny", found)
+    assert "Times were not measured." in shown
+    assert "attention, x" not in shown
+    assert "±" in shown.split("| SAN |")[1].split("\n")[0]
+
+
+def test_goals_have_errors_over_pairs(untimed: Untimed) -> None:
+    """A loss's error is that of the difference to the full model; that of a mean is made of those of the tasks."""
+    rows = untimed.found["rows"]
+    assert all(row["loss_error"] == 0 for row in rows if row["method"] == "full")
+    assert any(row["loss_error"] > 0 for row in rows if row["method"] == "SAN")
+    goals = {goal["name"]: goal for goal in goals_of(rows)}
+    errors = [row["loss_error"] for row in rows if row["chosen"] and row["method"] == "AttnCache"]
+    assert goals["points lost at it, as published"]["error"] == pytest.approx(math.hypot(*errors) / 2)
+    assert all("error" in goal for goal in goals.values())
+    more = goals["hit rate, ours less that as published"]
+    assert more["error"] > 0
+    assert page_goals.error_of("attncache_sts", untimed.found, more) == f"± {1.96 * more['error']:.2g} (95 %)"
+
+
+def test_attncache_f_is_trained_as_long_as_attncache(untimed: Untimed) -> None:
+    """Two tasks; a projector for all layers of each database, and for each of two layers."""
+    assert untimed.trained == {("binned", 5): 2 * (1 + 2), ("positions", 5): 2}
+
+
+def test_layers_are_calibrated_on_sentences_that_are_neither_stored_nor_reported_on() -> None:
+    """Stored ones of the validation part come last, so that there are always some."""
+    validation, test = judging.Part([[1], [3], [3], [4]], [1.0, 2.0]), judging.Part([[5], [6]], [1.0])
+    model: Any = None  # nothing is embedded
+    task = judging.Task("a task", "a model", model, [[1], [2]], validation, test, {})
+    assert sts.held_out(task) == [[3], [4], [1]]
+
+
+def test_each_layer_of_attncache_f_has_its_own_threshold(untimed: Untimed) -> None:
+    """Its setting is what all of them promise."""
+    own = [row for row in untimed.found["rows"] if row["method"] == "AttnCache-f"]
+    assert {row["threshold"] for row in own} <= set(sts.LAYERED_COSINES)
+    assert all(len(row["layer_thresholds"]) == 2 for row in own)
+    assert any(len(set(row["layer_thresholds"])) == 2 for row in own)
 
 
 def test_any_scores_will_do(data: Path) -> None:

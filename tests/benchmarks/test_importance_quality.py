@@ -149,7 +149,7 @@ def test_hot_chunks() -> None:
     assert observations._hotness(torch.tensor([[1, 2, 1]]), 8) == []
 
 
-def test_few_shot_prefixes(tmp_path: Path, decoder: Decoder) -> None:
+def test_questions_are_read(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = []
     for number in range(6):
         rows += [
@@ -168,21 +168,7 @@ def test_few_shot_prefixes(tmp_path: Path, decoder: Decoder) -> None:
     read = prefixes.read_questions(path)
     assert read[0] == ("Question: How 0?\nAnswer:", [" So.", " Not so."], 1)
     assert read[1] == ("What 0?", [" a", " b", " c"], 2)
-    assert read[2] == ("It broke 0 because", [" It fell.", " It rose."], 0)
-
-    def encode(text: str) -> list[int]:
-        return list(text.encode())
-
-    found = list(prefixes.few_shot(path, encode, [1], shots=4, most=200, prefixes=2, each=5, seed=0))
-    for ids, questions in found:
-        assert 64 <= len(ids) <= 200
-        text = bytes(ids[1:]).decode()
-        assert len(questions) == 5
-        assert not any(bytes(question.prompt).decode() in text for question in questions)
-    chosen = runs.choose(decoder, found, [EXACT, Variant("spec", 0.25), Variant("spi", 0.25)], 0)
-    assert chosen.right.accuracy(EXACT.name)["questions"] == 4
-    assert chosen.same.accuracy(EXACT.name)["accuracy"]["exact"]["value"] == 100
-    assert 0 < chosen.loaded["spec 0.25 0.6"].requests <= 12
+    assert read[2] == ("It broke 0 because", [" it fell.", " it rose."], 0)
 
 
 def test_stories_are_gone_on_with() -> None:
@@ -205,11 +191,13 @@ def test_the_cost_of_identification(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_data_it_says_what_it_skips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AFTERGLOW_DATA", raising=False)
     path = tmp_path / "found.json"
-    assert quality.main(["--quick", "--tasks", "stories,choices", "--json", str(path)]) == 0
+    assert quality.main(["--quick", "--tasks", "stories,real", "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     assert found["rows"] == found["goals"] == []
     assert len(found["skipped"]) == 2
     assert "AFTERGLOW_DATA" in found["skipped"][0]
-    arguments = ["--tasks", "stories,choices", "--data", str(tmp_path), "--json", str(path)]
+    arguments = ["--tasks", "stories", "--data", str(tmp_path), "--json", str(path)]
     assert quality.main(arguments) == 0
-    assert len(json.loads(path.read_text())["skipped"]) == 4
+    found = json.loads(path.read_text())
+    assert len(found["skipped"]) == 1
+    assert found["quick"] is True, "it is no full run"

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from benchmarks.papers.cachedattention.overflow.arms import ARMS, Arm, Rig
-from benchmarks.papers.cachedattention.overflow.context import Session
+from benchmarks.papers.cachedattention.overflow.asking import go_on
+from benchmarks.papers.cachedattention.overflow.context import Context, Session
+from benchmarks.papers.cachedattention.overflow.streams import pieces
 
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
@@ -68,20 +71,57 @@ def test_each_arm_is_what_a_decoder_computes(rig: Rig, head: tuple[int, ...]) ->
     assert found["CA"] != pytest.approx(found["NKVT"], abs=1e-3)
 
 
+ASKED, OPTIONS = [7, 8, 9], ([10, 11], [10, 11, 12], [10, 11, 12, 40], [50])
+QUESTIONS = [(ASKED, OPTIONS), (ASKED[:2], OPTIONS), (ASKED, OPTIONS)]
+
+
+def branched(context: Context) -> list[list[float]]:
+    """The losses of the choices as a decoder computes them, in branches of a context."""
+    found = []
+    for question, options in QUESTIONS:
+        branches = [[*question, *option] for option in options]
+        hidden = torch.split(context.branches(branches), [len(branch) for branch in branches])
+        logits = [context.decoder.logits(rows[len(question) - 1 : -1]) for rows in hidden]
+        losses = zip(logits, options, strict=True)
+        found.append([float(F.cross_entropy(each, torch.tensor(option), reduction="sum")) for each, option in losses])
+    return found
+
+
+def close(found: list[list[float]], expected: list[list[float]]) -> bool:
+    return all(a == pytest.approx(b, abs=1e-4) for a, b in zip(found, expected, strict=True))
+
+
 def test_answers_are_branches_of_the_conversation(rig: Rig) -> None:
-    """Choices that begin alike, and a question asked twice, find rows in the cache."""
+    """Choices that begin as others do, or go on from them, and a question asked twice find rows in the cache."""
     ids = tokens(2 * WINDOW + PIECE, seed=5)
     session = Session(rig.engine.decoder, HEAD, WINDOW, variants=("CA", "TT", "NKVT", "none"))
     with torch.inference_mode():
         for at in range(0, len(ids), PIECE):
             session.add(ids[at : at + PIECE])
-        asked, options = [7, 8, 9], ([10, 11, 12], [10, 11, 40], [50])
         for name, context in session.contexts.items():
             arm = talked(rig, name, ids)
-            for question in (asked, asked[:2], asked):
-                branches = [[*question, *option] for option in options]
-                hidden = torch.split(context.branches(branches), [len(branch) for branch in branches])
-                for option, branch, rows in zip(options, branches, hidden, strict=True):
-                    logits = rig.engine.decoder.logits(rows[len(question) - 1 : -1])
-                    expected = torch.nn.functional.cross_entropy(logits, torch.tensor(option), reduction="sum")
-                    assert arm.answer(question, option) == pytest.approx(float(expected), abs=1e-4), (name, branch)
+            expected = branched(context)
+            assert close(arm.answers(QUESTIONS), expected), name
+            assert close(arm.answers(QUESTIONS), expected), f"{name}, once more"
+
+
+def test_a_fork_goes_on_as_if_it_were_alone(rig: Rig) -> None:
+    """Two conversations with a common beginning, whose next turns begin alike too; both overflow once more on their own."""
+    begun = tokens(WINDOW + 2 * PIECE, seed=6)
+    ends = [[*tokens(4, seed=7), *tokens(4 * PIECE, seed=seed)] for seed in (8, 9)]
+    for name in ("CA", "TT", "NKVT", "none"):
+        shared = ARMS[name](rig, HEAD, f"fork {name}", scored=False)
+        shared.begin(begun[: 4 * PIECE])
+        go_on(shared, pieces(begun[4 * PIECE :], PIECE), 2)
+        assert (shared.overflows, any(shared.losses.values())) == (1, False)
+        for end in ends:
+            fork = shared.forked()
+            go_on(fork, pieces(end, PIECE), 2)
+            assert (fork.overflows, any(fork.losses.values())) == (2, False)
+            session = Session(rig.engine.decoder, HEAD, WINDOW, variants=(name,))
+            with torch.inference_mode():
+                for turn in (*pieces(begun, PIECE), *pieces(end, PIECE)):
+                    session.add(turn)
+                assert session.overflows == 2
+                expected = branched(session.contexts[name])
+            assert close(fork.answers(QUESTIONS), expected), name

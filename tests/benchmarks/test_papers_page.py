@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,15 @@ from benchmarks.papers import (
     page_measured,
     page_printed,
     page_prose,
+    page_rates,
     page_simulated,
+    page_summary,
     page_tables,
 )
 from scripts import readme
+
+from afterglow.bench import report
+from benchmarks import readme_tables
 
 ROOT = Path(__file__).parents[2]
 BY_HAND = {"name", "paper", "together", "open", "word"}  # by first column: tables without figures
@@ -46,7 +52,7 @@ def test_a_table_follows_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (line,) = page_tables.goal_lines(source, page_goals.read("saving"))
     assert line[1:] == ("", "123.2", "<= 1.03", "**missed**", "one run")
     text = page_tables.table("measured: CachedAttention")
-    assert "<summary>Fig. 20 (a model): 0 of 1 goals met</summary>" in text
+    assert "<summary>Fig. 20 (a model), 1 goal: 1 missed</summary>" in text
     assert "Thresholds: a validation part." in text
     with pytest.raises(ValueError, match="no table 'none'; there are summary"):
         page_tables.table("none")
@@ -71,6 +77,114 @@ def test_a_file_that_is_not_there_yet_is_said_and_then_shown(tmp_path: Path, mon
     assert "| disk | 64 | 1,000 | 400 | 300 | 0.76 | 1,024 (a split) | 2.0% |" in page_tables.table(name)
     assert "| disk | 8,192 | 4 | 2 | 50% |" in page_tables.table("load or recompute: changes")
     assert [source.file for source in page_goals.sources("CachedAttention")] == ["tier_rates"]
+
+
+def goal(value: float, wanted: str, spread: float = 0.0, **more: Any) -> dict[str, Any]:
+    least, limit = wanted.split()
+    return report.goal("a goal", value, float(limit), least=least == ">=", spread=spread) | more
+
+
+@pytest.mark.parametrize(
+    ("found", "came_out"),
+    [
+        (goal(0.93, "<= 1", 0.43), page_goals.JUST_MET),
+        (goal(0.93, "<= 1", 0.06), page_goals.MET),
+        (goal(1.05, "<= 1", 0.06), page_goals.JUST_MISSED),
+        (goal(1.07, "<= 1", 0.06), page_goals.MISSED),
+        (goal(0.99, ">= 0.98", 0.02), page_goals.JUST_MET),
+        (goal(-1.0, "<= -0.98", 0.03), page_goals.JUST_MET),
+        (goal(0.0, "<= 0", 0.0), page_goals.MET),
+        (goal(1.5, "<= 2", error=0.3), page_goals.JUST_MET),
+        (goal(1.3, "<= 2", error=0.3), page_goals.MET),
+        (goal(2.1, "<= 2", error=0.3), page_goals.MISSED),  # no error excuses a miss
+    ],
+)
+def test_noise_is_judged_on_both_sides(found: dict[str, Any], came_out: str) -> None:
+    assert page_goals.judged(found) == came_out
+
+
+def test_goals_met_within_noise_are_counted_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = page_goals.read("saving")
+    values = {"well met": (0.9, 0.01), "just met": (1.02, 0.02), "just missed": (1.04, 0.02), "missed": (1.5, 0.02)}
+    found["goals"] = [goal(value, "<= 1.03", spread) | {"name": name} for name, (value, spread) in values.items()]
+    (tmp_path / "saving.json").write_text(json.dumps(found))
+    monkeypatch.setattr(page_goals, "RESULTS", tmp_path)
+    source = page_goals.Source("saving", "Fig. 20", "a model")
+    monkeypatch.setattr(page_goals, "MEASURED", {"CachedAttention": (source,)})
+    assert [line[4] for line in page_tables.goal_lines(source, page_goals.read("saving"))] == [
+        *("met", "met, within noise", "missed, within noise", "**missed**"),
+    ]
+    assert "4 goals: 1 met; 1 met, within noise; 1 missed, within noise; 1 missed" in page_tables.measured(
+        "CachedAttention"
+    )
+    shown = page_summary.line(
+        "CachedAttention", "measured", page_summary.measured("CachedAttention"), "CachedAttention"
+    )
+    assert shown[2:] == ("1", "1", "1", "[1](#cachedattention-goals-that-are-not-met)", "")
+    assert [one["name"] for _, one in page_goals.just_met("CachedAttention")] == ["just met"]
+
+
+def test_goals_met_within_noise_are_listed_with_their_noise() -> None:
+    text = page_tables.table("not met: RelayAttention")
+    listed = text[text.index("**Met, within noise**") :]
+    assert len(page_goals.just_met("RelayAttention")) == listed.count("(wanted")
+    for file, one in page_goals.just_met("RelayAttention"):
+        assert f"{one['name']} {page_simulated.number(one['value'])} (wanted {one['goal']}; " in listed
+        assert page_goals.link(file) in listed
+
+
+def git(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, check=False)
+
+
+def test_figures_older_than_chunks_by_one_call_are_said_to_be() -> None:
+    files = ("importance_io", "importance_wide", "importance_sweep")
+    commits = {file: page_goals.read(file)["commit"] for file in files}
+    if any(git("cat-file", "-e", f"{one}^{{commit}}").returncode for one in (page_goals.ONE_CALL, *commits.values())):
+        pytest.skip("needs the history of the repository")
+    text = page_tables.table("spec io: older")
+    for file, commit in commits.items():
+        older = git("merge-base", "--is-ancestor", page_goals.ONE_CALL, commit).returncode == 1
+        assert older == (commit in page_goals.BEFORE_ONE_CALL), file
+        assert older == (f"{page_goals.link(file)} (commit {commit})" in text), file
+
+
+def test_files_that_are_measured_again_are_no_longer_said_to_be_older(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in ("importance_io", "importance_wide", "importance_sweep"):
+        (tmp_path / f"{file}.json").write_text(
+            json.dumps({"commit": "1234567" if file != "importance_io" else "d7d1d04"})
+        )
+    monkeypatch.setattr(page_goals, "RESULTS", tmp_path)
+    assert "importance_io.json" in page_prose.before_one_call()
+    assert "importance_wide" not in page_prose.before_one_call()
+    (tmp_path / "importance_io.json").write_text(json.dumps({"commit": "1234567"}))
+    assert "older" not in page_prose.before_one_call()
+
+
+def test_what_renewal_costs_is_said_with_its_run_and_its_noise() -> None:
+    def of(way: str, ms: float) -> dict[str, Any]:
+        row = {"ttft_ms": 1.0, "token_ms": ms, "token_ratio": 1.0, "token_mb": 0.0, "requests": 2}
+        return row | {"model": "m", "variant": way}
+
+    rows = [of("anew after 1", 50.0), of("anew after 1, again", 100.0), of("anew after 4", 20.0)]
+    found = {"tokens": 8, "retention": 0.25, "mb_per_s": 500, "quick": True, "commit": "1234567", "rows": rows}
+    text = page_rates.renewal(found)
+    assert "A quick run of commit 1234567: 2 requests for each way." in text
+    assert "differs by 2.00 times with m (50.0 and 100.0 ms), so" in text
+
+
+def test_every_file_of_results_is_named_in_a_document() -> None:
+    """What no document shows cannot be seen to be missed."""
+    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "".join(document.read_text("utf-8") for document in documents)
+    tables = {f"<!-- generated: table: {name} -->": file for name, (file, _) in readme_tables.TABLES.items()}
+    shown = {file for region, file in tables.items() if region in text}
+    files = {path.stem for path in page_goals.RESULTS.glob("*.json")}
+    named = {file for file in files if f"{file}.json" in text or f"results/{file}`" in text}
+    assert files - shown - named == set()
+    assert {"soak", "importance_renew", "attncache_distances", "saving", "preload", "disk"} <= shown | named
 
 
 def test_no_goal_that_is_not_met_is_left_out() -> None:

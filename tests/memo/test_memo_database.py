@@ -513,8 +513,7 @@ def test_blocks_of_layers() -> None:
 def test_search_in_each_layer_finds_the_sentence_itself(tmp_path: Path) -> None:
     plain, texts = embedder("encoder"), sentences(20)
     database = build(plain, tmp_path, texts)
-    memo = build_layers(plain, database.store, texts, steps=20)
-    memo.threshold = 0.999
+    memo = build_layers(plain, database.store, texts, steps=20).at(np.full(plain.model.spec.layers, 0.999))
     asked = [*texts[:5], *sentences(2, seed=8)]
     found = Embedder(plain.model, plain.pooling, memo=memo, max_tokens=48).embed(asked)
     assert found.hits[:5] == (True,) * 5

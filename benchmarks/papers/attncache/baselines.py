@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from afterglow.errors import DamageError
@@ -25,7 +26,7 @@ from afterglow.memo.map_attention import (
     attention_maps,
     by_sentence,
 )
-from afterglow.memo.maps import MapStore
+from afterglow.memo.maps import MapStore, token_key
 from afterglow.memo.options import STEPS, LabelMode, ProjectorKind
 from afterglow.memo.packing import unpack
 from afterglow.memo.projector import Projector, ProjectorSpec
@@ -120,9 +121,16 @@ class LayerMemo:
     """AttnCache-f: in each layer, its own projector finds the maps of that layer by what the layer is given."""
 
     def __init__(self, store: MapStore, projectors: Sequence[Projector], indices: Sequence[VectorIndex]) -> None:
-        """`store` holds the maps; of each layer a projector and the vectors of all records. See `build_layers`."""
+        """`store` holds the maps; of each layer a projector and the vectors of all records. See `build_layers`. No layer takes maps
+        before `at`."""
         self.store, self._projectors, self._indices = store, projectors, indices
-        self.threshold = 0.99
+        self._thresholds: NDArray[np.float64] = np.full(len(projectors), np.inf)
+
+    def at(self, thresholds: NDArray[np.float64]) -> LayerMemo:
+        """Return the same memo with other `thresholds` [layers]: the least similarity at which each layer takes maps."""
+        other = copy.copy(self)
+        other._thresholds = thresholds
+        return other
 
     def attend(self, model: Model, positions: Tensor, lengths: Sequence[int]) -> LayerAttend:
         """See `Memo.attend`."""
@@ -134,9 +142,10 @@ class LayerMemo:
             inputs.shape[1], self._projectors[layer].project(inputs).numpy()
         )
         nearest = distances[:, 0] if distances.shape[1] else np.full(len(inputs), np.inf, np.float32)
+        similarity = 1 - nearest.astype(np.float64)
         taken = np.zeros((len(inputs), len(self._projectors)), bool)
-        taken[:, layer] = 1 - nearest >= self.threshold
-        return Found(numbers, np.ones_like(distances), nearest, 1 - nearest.astype(np.float64), taken)
+        taken[:, layer] = similarity >= self._thresholds[layer]
+        return Found(numbers, np.ones_like(distances), nearest, similarity, taken)
 
 
 class LayerAttend(MapsAttend):
@@ -169,8 +178,10 @@ def build_layers(
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LayerMemo:
-    """AttnCache-f over `store`, whose records are the maps of `sentences`: a projector for each layer, trained without the
-    length in its labels (AttnCache, 4.3)."""
+    """AttnCache-f over `store`, whose records are the maps of `sentences`, in any order: a projector for each layer, trained without
+    the length in its labels (AttnCache, 4.3). Raises: KeyError where a record is of another sentence."""
+    by_key = {token_key(ids): ids for ids in sentences}
+    sentences = list(map(by_key.__getitem__, store.keys()))
     layers, heads = store.identity.layers, store.identity.heads
     spec = ProjectorSpec(kind, embedder.model.spec.hidden, embedder.max_tokens)
     reduced: list[list[Tensor]] = [[] for _ in range(layers)]

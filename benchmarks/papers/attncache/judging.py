@@ -6,16 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from afterglow.memo.texts import TextEmbedder
 from afterglow.model.encoder import BatchAttend, Model
-from benchmarks.papers.attncache.measures import score
+from benchmarks.papers.attncache.bootstrap import Numbers, Resamples
+from benchmarks.papers.attncache.measures import cosines, spearman
 from benchmarks.papers.attncache.passes import Make, Passes
 
-Numbers = NDArray[np.float64]
 LOSS = 2.0  # points of Spearman x 100 that a method may cost: the paper's
 FAR = 6.0  # with so many points lost, lower thresholds are not looked at
 LEAST_RATE = 0.30
@@ -52,6 +51,8 @@ class Judged:
     error: float  # mean 1 - cosine to the full model's vectors
     known_rate: float  # the rate among sentences that are literally in the database
     unseen_rate: float  # and among the others
+    cosines: Numbers  # of each pair, [pairs]
+    hits: Numbers  # the share of layers that took maps, [sentences]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Found:
     test: Judged
     make: Make
     model: Model | None = None  # where it is not the task's
+    layers: Numbers | None = None  # thresholds of the layers, where each has its own
 
 
 class Judge:
@@ -75,20 +77,31 @@ class Judge:
         self.exact = self.passes.run(BatchAttend)
         known = {tuple(ids) for ids in task.known}
         self.known: NDArray[np.bool_] = np.array([tuple(ids) in known for ids in part.asked])
-        self._unseen_pairs = np.logical_not(np.logical_or(self.known[::2], self.known[1::2]))
+        self.unseen_pairs: NDArray[np.bool_] = np.logical_not(np.logical_or(self.known[::2], self.known[1::2]))
 
     def judged(self, vectors: Tensor, hits: Numbers, rate: float | None = None) -> Judged:
         """`hits` [sentences]: the share of layers that took maps. `rate`: of methods that have no hits."""
-        rows = torch.from_numpy(np.repeat(self._unseen_pairs, 2))
-        unseen_gold = [gold for gold, unseen in zip(self.part.gold, self._unseen_pairs, strict=True) if unseen]
+        pairs, gold, unseen = cosines(vectors), np.array(self.part.gold), self.unseen_pairs
         return Judged(
-            score(self.part.gold, vectors),
-            score(unseen_gold, vectors[rows]),
+            100 * spearman(gold.tolist(), pairs.tolist()),
+            100 * spearman(gold[unseen].tolist(), pairs[unseen].tolist()),
             float(hits.mean()) if rate is None else rate,
             float(1 - (vectors * self.exact.vectors).sum(1).mean()),
             float(hits[self.known].mean()) if rate is None and self.known.any() else float("nan"),
             float(hits[~self.known].mean()) if rate is None and not self.known.all() else float("nan"),
+            pairs,
+            hits if rate is None else np.full(len(hits), rate),
         )
+
+    def draws(self, judged: Judged, resamples: Resamples) -> dict[str, Numbers]:
+        """Compute a method's scores and rates on each of the resamples of the pairs, [RESAMPLES] each."""
+        gold = np.array(self.part.gold)
+        return {
+            "spearman": resamples.spearman(gold, judged.cosines),
+            "unseen_spearman": resamples.spearman(gold, judged.cosines, self.unseen_pairs),
+            "hit_rate": resamples.mean(judged.hits),
+            "unseen_hit_rate": resamples.mean(judged.hits, ~self.known),
+        }
 
     def run(self, make: Make, rate: float | None = None, model: Model | None = None) -> Judged:
         result = self.passes.run(make, model=model)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from afterglow.errors import ConfigError
@@ -96,9 +97,9 @@ def _ranks(values: Sequence[float]) -> np.ndarray:
     return ((last - counts + last - 1) / 2)[place]
 
 
-def score(gold: Sequence[float], vectors: Tensor) -> float:
-    """Spearman x 100 of the cosines of neighbouring rows of unit `vectors` (SentEval's "all")."""
-    return 100 * spearman(gold, (vectors[0::2] * vectors[1::2]).sum(1).tolist())
+def cosines(vectors: Tensor) -> NDArray[np.float64]:
+    """Compute the cosines of neighbouring rows of unit `vectors` [2 x pairs, dimensions], [pairs]."""
+    return (vectors[0::2] * vectors[1::2]).sum(1).double().numpy()
 
 
 def gamma(full: float, method: float, speedup: float) -> float:

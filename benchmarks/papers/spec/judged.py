@@ -7,7 +7,7 @@ from typing import Any
 
 from afterglow.bench.report import COUNTED, goal
 from benchmarks.common.paired import Paired
-from benchmarks.papers.spec.runs import DEFAULT, EXACT, Found, Protocol, Session, Variant
+from benchmarks.papers.spec.runs import DEFAULT, EXACT, Chosen, Found, Protocol, Session, Variant
 
 
 def quality(
@@ -21,6 +21,7 @@ def quality(
         "text_next_token": found.text_correct,
     }
     tables = {label: pairs.accuracy(EXACT.name) for label, pairs in measured.items()}
+    losses = found.text_loss.perplexity(EXACT.name)
     rows = []
     for variant in wanted:
         name = variant.name
@@ -31,6 +32,9 @@ def quality(
                 row[label] = values["accuracy"][name]
                 row[f"{label}_points"] = values["points"].get(name)
                 row[f"{label}_samples"] = values["questions"]
+        if name in losses["perplexity"]:
+            row["text_perplexity"] = losses["perplexity"][name]
+            row["text_perplexity_ratio"] = losses["ratio"].get(name)
         if name in found.loaded:
             loaded = found.loaded[name]
             row["fallback"] = round(loaded.mean(loaded.fallbacks), 4)
@@ -41,6 +45,45 @@ def quality(
             row["similarity_by_layer"] = loaded.by_layer(loaded.similarity)
         rows.append(row)
     return rows
+
+
+LOST = 1.0  # points of accuracy: the paper loses less (section VI-B)
+
+
+def choices(wanted: Sequence[Variant], found: Chosen) -> list[dict[str, Any]]:
+    """Make a row for each variant of multiple choice. `above_chance`: whether the full cache's 95 % interval lies above chance."""
+    right, same = found.right.accuracy(EXACT.name), found.same.accuracy(EXACT.name)
+    chance = 100 * sum(found.chances) / len(found.chances)
+    exact = right["accuracy"][EXACT.name]
+    above = exact["error"] is not None and exact["value"] - 1.96 * exact["error"] > chance
+    rows = []
+    for variant in wanted:
+        name = variant.name
+        row = {**variant._asdict(), "questions": right["questions"], "prefixes": right["sessions"]}
+        row |= {"chance": round(chance, 2), "above_chance": above}
+        row |= {"prefix_rows": round(sum(found.rows) / len(found.rows))}
+        row |= {"accuracy": right["accuracy"][name], "points": right["points"].get(name)}
+        row |= {"same_choice": same["accuracy"][name]}
+        if name in found.loaded:
+            loaded = found.loaded[name]
+            row |= {"fallback": round(loaded.mean(loaded.fallbacks), 4)}
+            row |= {"keys_loaded": round(loaded.mean(loaded.keys), 4)}
+            row |= {"vectors_loaded": round(loaded.mean(loaded.vectors), 4)}
+            row |= {"vectors_by_layer": loaded.by_layer(loaded.vectors)}
+        rows.append(row)
+    return rows
+
+
+def choice_goals(where: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Judge the points that SPEC loses at 50 and 25 % of the rows; none where the full cache is no better than chance."""
+    found = []
+    for row in rows:
+        if row["above_chance"] and row["mode"] == "spec" and row["retention"] >= DEFAULT:
+            points, error = row["points"]["value"], row["points"]["error"]
+            name = f"{where}: points of accuracy lost at {row['retention']:.0%}"
+            about = {"error": error, "samples": row["questions"]}
+            found.append(goal(name, 0.0 - points, LOST, least=False, spread=1.96 * error / LOST) | about)
+    return found
 
 
 def goals(where: str, wanted: Sequence[Variant], found: Found) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import tokenizers
 from scripts.small_model.dialogues import Dialogue, Fact, Writer
@@ -45,6 +46,14 @@ class Question:
 
     prompt: list[int]
     choices: list[list[int]]
+    answer: int
+
+
+class Solved(NamedTuple):
+    """A multiple-choice question as text, and the index of the right choice."""
+
+    text: str
+    choices: list[str]
     answer: int
 
 
@@ -111,8 +120,16 @@ def stories(streams: Sequence[Sequence[int]], head: Sequence[int], prefix: int, 
         yield Shared([*head, *body], asked[1:4] + asked[:1] + asked[4:], 3)  # the one that fits the text is judged
 
 
-def read_questions(path: Path) -> list[tuple[str, list[str], int]]:
-    """PIQA, OpenBookQA or COPA: the question, the choices, and the right one."""
+def stretches(ids: Sequence[int], count: int, size: int) -> list[Sequence[int]]:
+    """Cut `count` stretches of `size` tokens out of a text, at equal distances. Raises: ValueError if it is too short."""
+    apart = len(ids) // count
+    if apart < size:
+        raise ValueError(f"{count} stretches of {size} tokens are not in a text of {len(ids)}")
+    return [ids[at * apart : at * apart + size] for at in range(count)]
+
+
+def read_questions(path: Path) -> list[Solved]:
+    """Read PIQA, OpenBookQA or COPA."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -121,29 +138,44 @@ def read_questions(path: Path) -> list[tuple[str, list[str], int]]:
         elif "premise" in row:
             because = "because" if row["question"] == "cause" else "so"
             text, choices = f"{row['premise'].rstrip('.')} {because}", [row["choice1"], row["choice2"]]
+            choices = [choice[:1].lower() + choice[1:] for choice in choices]  # within the sentence
         else:
             text, choices = row["question_stem"], row["choices"]
-        found.append((text, [" " + choice.strip() for choice in choices], int(row["label"])))
+        found.append(Solved(text, [" " + choice.strip() for choice in choices], int(row["label"])))
     return found
 
 
+def without_asked(examples: Sequence[Solved], asked: Sequence[Solved]) -> list[Solved]:
+    """Drop examples whose question is asked: PIQA has questions that come again with other choices."""
+    texts = {question.text for question in asked}
+    return [example for example in examples if example.text not in texts]
+
+
 def few_shot(
-    path: Path, encode: Encode, head: Sequence[int], *, shots: int, most: int, prefixes: int, each: int, seed: int
+    asked: Sequence[Solved],
+    examples: Sequence[Solved],
+    encode: Encode,
+    head: Sequence[int],
+    *,
+    most: int,
+    prefixes: int,
+    each: int,
+    seed: int,
 ) -> Iterator[tuple[list[int], list[Question]]]:
-    """Prefixes of `shots` solved examples (fewer where those have more than `most` tokens), and `each` questions over each;
-    no example is a question."""
-    rows = read_questions(path)
-    random.Random(seed).shuffle(rows)
-    source = iter(rows)
+    """Yield prefixes of solved examples, and the next `each` questions over each: none is asked twice.
+
+    Examples are drawn anew for each prefix, until the next one would make more than `most` tokens.
+    """
+    source, rng = iter(asked), random.Random(seed)
     for _ in range(prefixes):
         ids = list(head)
-        for text, choices, answer in itertools.islice(source, shots):
+        for text, choices, answer in rng.sample(examples, len(examples)):
             example = encode(f"{text}{choices[answer]}\n\n")
             if len(ids) + len(example) > most:
                 break
             ids += example
-        asked = [
+        over = [
             Question(encode(text), [encode(choice) for choice in choices], answer)
             for text, choices, answer in itertools.islice(source, each)
         ]
-        yield ids, asked
+        yield ids, over

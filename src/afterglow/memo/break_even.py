@@ -22,7 +22,7 @@ from afterglow.memo.options import DEFAULT_THRESHOLD
 from afterglow.memo.sequence_embedder import Embedder
 from afterglow.model.encoder import runs
 
-LEAST_GAIN = 1.02  # less than what two measurements differ by is none
+LEAST_GAIN = 1.15  # maps are not exact: less than this is not worth it
 PASS_TOKENS, PASS_SENTENCES = 512, 32  # of a pass that is measured
 ROUNDS, MOST_ROUNDS, SECONDS = 3, 25, 0.5  # of passes with and without maps, in turns
 CURVE_SECONDS = 10.0  # after which `measure_curve` begins no other

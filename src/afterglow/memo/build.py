@@ -133,8 +133,8 @@ class Builder:
 
     def _wanted(self, sentences: Sequence[Sequence[int]]) -> list[list[int]]:
         """Each once, in the order of first appearance; too long ones are counted and left out."""
-        unique = {token_key(ids): list(ids) for ids in reversed(sentences) if len(ids)}
-        kept = [ids for ids in reversed(unique.values()) if len(ids) <= self._embedder.max_tokens]
+        unique = {token_key(ids): list(ids) for ids in sentences if len(ids)}
+        kept = [ids for ids in unique.values() if len(ids) <= self._embedder.max_tokens]
         self.skipped = len(unique) - len(kept)
         for ids in kept:
             self._embedder.check(ids)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from afterglow.choices import DtypeName, QuantizationName
 from afterglow.errors import AfterglowError, ConfigError, RequestError, UserError
-from afterglow.memo.break_even import Gain, measure
+from afterglow.memo.break_even import LEAST_GAIN, Gain, measure
 from afterglow.memo.database import MemoDatabase, memo_digest
 from afterglow.memo.map_attention import AttentionMemo
 from afterglow.memo.options import DEFAULT_THRESHOLD, MemoMode, check_memo_mode
@@ -128,7 +128,7 @@ def text_embedder(
     """A loaded model as an embedder. `template`: the prompt around each text; default: none for models that were made
     to embed, and `ONE_WORD` for other decoders (AttnCache §5.1). `memo`: a database of its attention maps, used for
     texts that are at least `threshold` alike. `memo_mode`: "auto" measures first whether that is faster here, and leaves
-    it alone where it is not (see `pays.measure`); "off" only looks whether the maps are this model's.
+    it alone where it is not (see `break_even.measure`); "off" only looks whether the maps are this model's.
 
     Raises: ConfigError for a template without `{text}`, for another model's maps and for a mode that is none, ModelError
     for pooling that is not supported.
@@ -163,7 +163,7 @@ def verdict(gain: Gain) -> str:
     return (
         f"at threshold {gain.threshold:g} {gain.hit_rate:.0%} of texts are expected to take maps, in {gain.layer_rate:.0%} of "
         f"all layers; embedding is {gain.speedup:.2f} times as fast with them, so they are "
-        + ("used" if gain.pays else "left alone (--memo-mode on uses them anyway)")
+        + ("used" if gain.pays else f"left alone: less than {LEAST_GAIN:g} (--memo-mode on uses them anyway)")
     )
 
 

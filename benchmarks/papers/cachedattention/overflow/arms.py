@@ -11,6 +11,7 @@ its window. All arms see the same tokens and drop the same ones: those that the 
 
 from __future__ import annotations
 
+import copy
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -27,6 +28,9 @@ from benchmarks.papers.cachedattention.overflow.recording import OldPositions, R
 
 _IDS = itertools.count()
 
+Question = tuple[Sequence[int], Sequence[Sequence[int]]]
+"""The tokens of a question, and of each of its choices."""
+
 
 class Rig:
     """An engine under watch, and how it is asked."""
@@ -39,30 +43,57 @@ class Rig:
         self.positions = OldPositions(engine)
 
     def ask(
+        self, prompt: Sequence[int], wanted: range, *, salt: str, turns: tuple[int, ...] | None = None
+    ) -> tuple[Completion, list[float]]:
+        """Compute a prompt, without a reply, and return the losses of its tokens `wanted`, by their place in what is left of it.
+        `turns`: it may be truncated.
+
+        Raises: KeyError, where the engine found rows before these tokens in its cache.
+        """
+        self.outputs.forget_rows()
+        return self._together([prompt], [wanted], salt, turns)[0]
+
+    def ask_aside(
         self,
-        prompt: Sequence[int],
-        wanted: range,
+        text: Sequence[int],
+        rows: int,
+        questions: Sequence[Question],
         *,
         salt: str,
         turns: tuple[int, ...] | None = None,
-        aside: bool = False,
-    ) -> tuple[Completion, list[float]]:
-        """Compute a prompt, without a reply, and return the losses of its tokens `wanted`, by their place in what is left of it.
-        `turns`: it may be truncated. `aside`: it may go on as the last prompts did.
+    ) -> list[list[float]]:
+        """Ask questions behind a text, with `rows` rows left of it, and return the loss of each choice, all its tokens together.
+        `turns`: as in `ask`.
 
-        Raises: KeyError, where the engine found rows before these tokens in its cache, and no such prompt was asked aside.
+        First one choice of each question, then the others together: these find the question in the cache.
         """
-        if not aside:
-            self.outputs.forget_rows()
-        self.outputs.wanted = wanted
+        found: list[list[float]] = [[] for _ in questions]
+        for first in (True, False):
+            of = [
+                (at, asked, choice)
+                for at, (asked, choices) in enumerate(questions)
+                for choice in (choices[:1] if first else choices[1:])
+            ]
+            prompts = [[*text, *asked, *choice] for _, asked, choice in of]
+            wanted = [range(rows + 1, rows + len(asked) + len(choice)) for _, asked, choice in of]
+            answers = self._together(prompts, wanted, salt, turns)
+            for (at, _, choice), (_, losses) in zip(of, answers, strict=True):
+                found[at].append(sum(losses[-len(choice) :]))
+        return found
+
+    def _together(
+        self, prompts: Sequence[Sequence[int]], wanted: Sequence[range], salt: str, turns: tuple[int, ...] | None
+    ) -> list[tuple[Completion, list[float]]]:
         params = SamplingParams(max_tokens=0)
         cut: dict[str, Any] = {"truncation": turns is not None, "turns": turns or ()}
-        (done,) = self.engine.generate([Request(f"turn-{next(_IDS)}", list(prompt), params, salt=salt, **cut)])
-        return done, self.outputs.losses()
+        requests = [Request(f"turn-{next(_IDS)}", list(prompt), params, salt=salt, **cut) for prompt in prompts]
+        self.outputs.want({request.id: places for request, places in zip(requests, wanted, strict=True)})
+        done = self.engine.generate(requests)
+        return [(each, self.outputs.losses(request.id)) for request, each in zip(requests, done, strict=True)]
 
     def recompute(self, prompt: Sequence[int]) -> list[float]:
         """Return the losses of all tokens but the first, by the engine's own log-probabilities, without any cache."""
-        self.outputs.wanted = range(0)
+        self.outputs.want({})
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
         (done,) = self.engine.generate([Request(f"all-{next(_IDS)}", list(prompt), params, reuse=False)])
         return [-each.logprob for each in done.prompt_logprobs[1:] if each is not None]
@@ -71,11 +102,12 @@ class Rig:
 @dataclass
 class Arm(ABC):
     """A conversation in one arm. `losses`: of the tokens of each turn but its first, by the overflows before; `prefilled`: rows that
-    are computed from the first overflow on, the turn's own included."""
+    are computed from the first overflow on, the turn's own included. Where turns are not `scored`, only answers have losses."""
 
     rig: Rig
     head: Sequence[int]
     salt: str
+    scored: bool = True
     text: list[int] = field(default_factory=list)
     gone: tuple[Rows, ...] = ()
     overflows: int = 0
@@ -100,6 +132,10 @@ class Arm(ABC):
         assert len(self.text) + len(ids) <= self.rig.window
         self.text += ids
 
+    def forked(self) -> Arm:
+        """Return a conversation that has come as far as this one, and goes on by itself."""
+        return copy.deepcopy(self, {id(self.rig): self.rig})
+
     def fits(self, turn: Sequence[int]) -> bool:
         """Tell whether a turn overflows nothing."""
         return len(self.text) + len(turn) - count(self.gone) <= self.rig.window
@@ -117,8 +153,8 @@ class Arm(ABC):
         """Compute what is still to be computed."""
 
     @abstractmethod
-    def answer(self, asked: Sequence[int], choice: Sequence[int]) -> float:
-        """Return the loss of a choice, all its tokens together, behind a question. The conversation does not keep either."""
+    def answers(self, questions: Sequence[Question]) -> list[list[float]]:
+        """Return the loss of each choice of questions, all its tokens together. The conversation does not keep them."""
 
     def _overflow(self, gone: tuple[Rows, ...]) -> None:  # noqa: B027 - some arms need not
         """Prepare for a turn before which the rows `gone` are dropped."""
@@ -138,20 +174,20 @@ class Kept(Arm):
 
     def _turn(self, rows: int) -> None:
         left = len(self.text) - count(self.gone)
-        done, losses = self.rig.ask(self.text, range(left - rows + 1, left), salt=self.salt, turns=self.turns)
+        wanted = range(left - rows + 1, left) if self.scored else range(0)
+        done, losses = self.rig.ask(self.text, wanted, salt=self.salt, turns=self.turns)
         dropped = done.truncation.dropped if done.truncation is not None else 0
         if dropped != count(self.gone):
             raise RuntimeError(f"the engine dropped {dropped} rows, expected {count(self.gone)}")
-        if self.overflows and done.cached.total != left - rows:
-            raise RuntimeError(f"the engine reused {done.cached.total} rows, expected {left - rows}")
+        # Turns that are not scored may begin as another branch's do, and reuse more.
+        least, most = left - rows, left - rows if self.scored else left
+        if self.overflows and not least <= done.cached.total <= most:
+            raise RuntimeError(f"the engine reused {done.cached.total} rows, expected {least}")
         self._note(losses, left - done.cached.total)
 
-    def answer(self, asked: Sequence[int], choice: Sequence[int]) -> float:
+    def answers(self, questions: Sequence[Question]) -> list[list[float]]:
         left = len(self.text) - count(self.gone)
-        wanted = range(left + 1, left + len(asked) + len(choice))
-        prompt = [*self.text, *asked, *choice]
-        _, losses = self.rig.ask(prompt, wanted, salt=self.salt, turns=self.turns, aside=True)
-        return sum(losses[-len(choice) :])
+        return self.rig.ask_aside(self.text, left, questions, salt=self.salt, turns=self.turns)
 
 
 class KeptPositions(Kept):
@@ -175,11 +211,11 @@ class KeptPositions(Kept):
         finally:
             with_old.of = before
 
-    def answer(self, asked: Sequence[int], choice: Sequence[int]) -> float:
+    def answers(self, questions: Sequence[Question]) -> list[list[float]]:
         with_old = self.rig.positions
         before, with_old.of = with_old.of, self._embedded
         try:
-            return super().answer(asked, choice)
+            return super().answers(questions)
         finally:
             with_old.of = before
 
@@ -189,18 +225,16 @@ class Invalidated(Arm):
 
     def _turn(self, rows: int) -> None:
         prompt = self._prompt()
-        wanted = range(len(prompt) - rows + 1, len(prompt))
+        wanted = range(len(prompt) - rows + 1, len(prompt)) if self.scored else range(0)
         done, losses = self.rig.ask(prompt, wanted, salt=self.salt)
         self._note(losses, len(prompt) - done.cached.total)
 
     def _prompt(self) -> list[int]:
         return self.compact()
 
-    def answer(self, asked: Sequence[int], choice: Sequence[int]) -> float:
+    def answers(self, questions: Sequence[Question]) -> list[list[float]]:
         before = self._prompt()
-        prompt = [*before, *asked, *choice]
-        _, losses = self.rig.ask(prompt, range(len(before) + 1, len(prompt)), salt=self.salt, aside=True)
-        return sum(losses[-len(choice) :])
+        return self.rig.ask_aside(before, len(before), questions, salt=self.salt)
 
 
 class Recomputed(Invalidated):
@@ -222,7 +256,7 @@ class Recomputed(Invalidated):
             self.prefilled += len(self._prompt())
 
     def end(self) -> None:
-        if self.overflows and self._waiting:  # before the first overflow all arms are the same
+        if self.scored and self.overflows and self._waiting:  # before the first overflow all arms are the same
             prompt = self._prompt()
             losses = self.rig.recompute(prompt)
             at = len(prompt) - sum(self._waiting)

@@ -7,7 +7,7 @@ engine has its last hidden rows anyway: the plan, the cache, its copies and the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,7 @@ from afterglow.request import Request
 
 
 class RecordedOutputs(TokenOutputs):
-    """Keep the last hidden rows behind which the prompt tokens `wanted` come (by their place in the prompt as it was cut), of one
-    request at a time.
+    """Keep the last hidden rows behind which the prompt tokens `wanted` come: by request, their places in the prompt as it was cut.
 
     Rows are kept by all tokens up to them, until `forget_rows`: a request that goes on as an earlier one did finds rows in the cache,
     and does not compute them again.
@@ -35,19 +34,24 @@ class RecordedOutputs(TokenOutputs):
     def __init__(self, engine: Engine) -> None:
         """Take the place of the outputs of an engine that has not been asked anything."""
         super().__init__(engine.decoder)
-        self.wanted = range(0)
         self._model = engine.decoder
-        self._prompt: list[int] = []
+        self._wanted: dict[str, range] = {}
+        self._prompts: dict[str, list[int]] = {}
         self._rows: dict[bytes, Tensor] = {}
         engine.parts.runner._outputs = self
 
-    def losses(self) -> list[float]:
-        """Return the losses of the tokens `wanted` of the last request. Raises: KeyError, for a row that no request has computed."""
+    def want(self, wanted: Mapping[str, range]) -> None:
+        """Take what is wanted of the next requests, by their ids. Earlier ones are forgotten, but not their rows."""
+        self._wanted, self._prompts = dict(wanted), {}
+
+    def losses(self, request: str) -> list[float]:
+        """Return the losses of the tokens that were wanted of a request. Raises: KeyError, for a row that no request has computed."""
         found: list[float] = []
-        names = list(_names(self._prompt, self.wanted))
+        prompt, wanted = self._prompts[request], self._wanted[request]
+        names = list(_names(prompt, wanted))
         for at in range(0, len(names), LOGIT_ROWS):
             logits = self._model.logits(torch.stack([self._rows[name] for name in names[at : at + LOGIT_ROWS]]))
-            targets = torch.tensor([self._prompt[place] for place in self.wanted[at : at + LOGIT_ROWS]])
+            targets = torch.tensor([prompt[place] for place in wanted[at : at + LOGIT_ROWS]])
             found += F.cross_entropy(logits.float(), targets.to(logits.device), reduction="none").tolist()
         return found
 
@@ -56,14 +60,16 @@ class RecordedOutputs(TokenOutputs):
 
     def register(self, job: int, request: Request, constraint: Constraint | None) -> None:
         super().register(job, request, constraint)
-        self._prompt = list(request.prompt)
+        self._prompts[request.id] = list(request.prompt)
 
     def shorten(self, job: int, prompt: bytes) -> None:
         super().shorten(job, prompt)
-        self._prompt = memoryview(prompt).cast("I").tolist()
+        self._prompts[self.request(job).id] = memoryview(prompt).cast("I").tolist()
 
     def logit_rows(self, runs: Sequence[Run], entries: Sequence[BatchEntry], rows: int) -> list[int] | None:
-        return None if self.wanted else super().logit_rows(runs, entries, rows)
+        if any(self._wanted.get(self.request(run.job).id) for run in runs):
+            return None
+        return super().logit_rows(runs, entries, rows)
 
     def draw(
         self,
@@ -74,8 +80,11 @@ class RecordedOutputs(TokenOutputs):
         **more: Any,
     ) -> RunOutput:
         for entry in entries:
-            places = range(max(self.wanted.start, entry.start + 1), min(self.wanted.stop, entry.stop + 1))
-            for place, name in zip(places, _names(self._prompt, places), strict=True):
+            request = self.request(entry.job).id
+            wanted = self._wanted.get(request, range(0))
+            # Also the row of the last token: a longer prompt may find it in the cache.
+            places = range(max(wanted.start, entry.start + 1), min(wanted.stop, entry.stop) + 1 if wanted else 0)
+            for place, name in zip(places, _names(self._prompts[request], places), strict=True):
                 self._rows[name] = hidden[entry.where.start + place - 1 - entry.start].clone()
         return super().draw(runs, entries, hidden, logit_rows, **more)
 

@@ -65,14 +65,15 @@ def _shortened(turns: Turns, length: int) -> Turns:
 
 def before_a_record(
     text: Sequence[int], question: Question, encode: Encode, head: int, window: int, overflows: int
-) -> tuple[Turns, Turns]:
-    """Return text and a shortened record, as turns, that fill the window of a conversation with `head` rows to the last token, when
-    it is about to overflow once more; and the turn that makes it overflow. Each part of the record keeps its beginning."""
+) -> tuple[Turns, list[int]]:
+    """Return turns of text and a shortened record that fill the window of a conversation with `head` rows to the last token, when it
+    is about to overflow once more, with the turn that makes it overflow; and the record alone, its end included. Each part of the
+    record keeps its beginning."""
     piece, end = window // PIECES, encode(RECORD_END)
     share = (window // 2 - len(end) - piece) // len(question.record)
     record = [token for part in question.record for token in encode(part)[:share]]
     before = window + (overflows - 1) * (window // 2) - head - len(record)
-    return pieces(text[:before], piece) + pieces(record, piece), [end]
+    return [*pieces(text[:before], piece), *pieces(record, piece), end], [*record, *end]
 
 
 def begun(turns: Turns, head: int, window: int) -> tuple[list[int], Turns]:

@@ -1,4 +1,4 @@
-"""Rows and goals of what the arms have computed: part by part kept, joined here. A part counts when all arms have it."""
+"""Rows and goals of table 1, made of the parts that are kept. A part of a text counts when all arms have it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-
 from afterglow.bench.report import COUNTED, goal
-from benchmarks.common.paired import Paired
 
 Part = dict[str, Any]
 Row = dict[str, Any]
 
 AGAINST = "TT"
-PERPLEXITY, ACCURACY = "perplexity", "accuracy"
+PERPLEXITY = "perplexity"
 CONFIDENT = 1.96  # standard errors
 
 
-def whole(parts: Iterable[Part], arms: Sequence[str]) -> dict[tuple[str, str], list[dict[str, Part]]]:
-    """Return the parts that all arms have, by table and text; of each the arms' results."""
-    found: dict[tuple[str, str], dict[int, dict[str, Part]]] = {}
+def whole(parts: Iterable[Part], arms: Sequence[str]) -> dict[str, list[dict[str, Part]]]:
+    """Return the parts that all arms have, by text; of each the arms' results."""
+    found: dict[str, dict[int, dict[str, Part]]] = {}
     for part in parts:
-        found.setdefault((part["table"], part["text"]), {}).setdefault(part["part"], {})[part["arm"]] = part
+        found.setdefault(part["text"], {}).setdefault(part["part"], {})[part["arm"]] = part
     paired = {key: [of[number] for number in sorted(of) if of[number].keys() >= set(arms)] for key, of in found.items()}
     return {key: of for key, of in paired.items() if of}
 
@@ -70,50 +67,32 @@ def perplexity_row(text: str, parts: Sequence[dict[str, Part]], arms: Sequence[s
     }
 
 
-def accuracy_row(text: str, parts: Sequence[dict[str, Part]], arms: Sequence[str]) -> Row:
-    """A row of table 2."""
-    right = Paired()
-    chances: list[float] = []
-    for number, part in enumerate(parts):
-        right.add({arm: torch.tensor(part[arm]["right"], dtype=torch.float32) for arm in arms}, number)
-        chances += [1 / choices for choices in part[AGAINST]["choices"]]
-    found = right.accuracy(AGAINST)
-    chance = round(100 * sum(chances) / len(chances), 2)
-    same = {
-        arm: sum(a == b for part in parts for a, b in zip(part[arm]["picked"], part[AGAINST]["picked"], strict=True))
-        / len(chances)
-        for arm in arms
-    }
-    about = {"table": ACCURACY, "text": text, "parts": len(parts), "chance": chance}
-    return about | found | {"same_choice": {arm: round(100 * share, 2) for arm, share in same.items()}}
-
-
 def rows(parts: Iterable[Part], arms: Sequence[str]) -> list[Row]:
-    """Return the rows of both tables."""
-    found = whole(parts, arms)
-    make = {PERPLEXITY: perplexity_row, ACCURACY: accuracy_row}
-    return [make[table](text, of, arms) for (table, text), of in found.items()]
+    """Return the rows of table 1."""
+    return [perplexity_row(text, of, arms) for text, of in whole(parts, arms).items()]
 
 
 def goals(found: Iterable[Row]) -> list[dict[str, Any]]:
     """Return the goals. Their spread is what another sample of texts may differ by (95 %)."""
     judged = []
     for row in found:
-        if row["table"] == PERPLEXITY:
-            where, last = row["text"], len(row["by_overflow"]["CA"])
-            judged += [
-                _goal(f"perplexity CA / TT: {where}", row["ratio"]["CA"], 1.01, False),
-                _goal(f"perplexity CA / TT, overflow {last}: {where}", row["by_overflow"]["CA"][-1], 1.01, False),
-                _goal(f"perplexity NKVT / TT: {where}", row["ratio"]["NKVT"], 2, True),
-            ]
-            apart = abs(row["ratio"]["OF"]["value"] - 1)
-            judged.append(goal(f"perplexity OF apart from TT: {where}", apart, 0.001, least=False, spread=COUNTED))
-        else:
-            lost = row["points"]["CA"] | {"value": 0.0 - row["points"]["CA"]["value"]}
-            judged.append(_goal(f"points that CA loses to TT: {row['text']}", lost, 2, False))
+        where, last = row["text"], len(row["by_overflow"]["CA"])
+        judged += [
+            goal_of(f"perplexity CA / TT: {where}", row["ratio"]["CA"], 1.01, least=False),
+            goal_of(f"perplexity CA / TT, overflow {last}: {where}", row["by_overflow"]["CA"][-1], 1.01, least=False),
+            goal_of(f"perplexity NKVT / TT: {where}", row["ratio"]["NKVT"], 2, least=True),
+        ]
+        apart = abs(row["ratio"]["OF"]["value"] - 1)
+        judged.append(goal(f"perplexity OF apart from TT: {where}", apart, 0.001, least=False, spread=COUNTED))
     return judged
 
 
-def _goal(name: str, of: dict[str, Any], wanted: float, least: bool) -> dict[str, Any]:
+def goal_of(name: str, of: dict[str, Any], wanted: float, *, least: bool) -> dict[str, Any]:
+    """Judge a value with its standard error. The spread is what another sample may differ by (95 %), as a part of `wanted`."""
     spread = CONFIDENT * (of["error"] or 0) / wanted
     return goal(name, of["value"], wanted, least=least, spread=spread) | {"error": of["error"]}
+
+
+def pair(of: dict[str, Any], digits: int) -> str:
+    """Show a value with its 95 % interval, if it has an error."""
+    return f"{of['value']:.{digits}f}" + ("" if of["error"] is None else f" ± {CONFIDENT * of['error']:.{digits}f}")

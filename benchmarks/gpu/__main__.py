@@ -1,7 +1,7 @@
 """Run the parts that have no result yet, one process each, at most five minutes each.
 
 A part that fails, or takes longer, is reported, and the next one runs; the next call tries it again. A part that is finished is
-not run again: its result is a file of the folder. Needs no network.
+not run again: its result is a file of the folder. Results of another commit are measured again. Needs no network.
 
     benchmarks/gpu.sh [--parts NAME...] [--out FOLDER] [--shape tiny]
 """
@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from afterglow.bench.report import commit
 from benchmarks.gpu.parts import PARTS
 
 LIMIT = 300.0  # seconds for a part
@@ -40,20 +41,22 @@ def main(args: Sequence[str], start: Start | None = None) -> int:
     options = parser.parse_args(args)
     start = start or partial(in_a_process, options.limit)
     options.out.mkdir(parents=True, exist_ok=True)
-    failed = {}
+    failed, now = {}, commit()
     for name in options.parts:
         file = options.out / f"{name}.json"
-        if result(file, options.shape) is not None:
+        found = result(file, options.shape)
+        if is_of(found, now):
             print(f"{name}: finished before", flush=True)
             continue
-        print(f"{name}: begins", flush=True)
+        why = "" if found is None else f" again: its result is of commit {found['commit']}, the code of {now}"
+        print(f"{name}: begins{why}", flush=True)
         wrong = start(name, file, options.shape)
-        if wrong is None and result(file, options.shape) is None:
+        if wrong is None and result(file, options.shape) in (None, found):
             wrong = "ended without a result"
         if wrong is not None:
             failed[name] = wrong
             print(f"{name}: FAILED: {wrong}", flush=True)
-    summary(options.out, options.shape)
+    summary(options.out, options.shape, now)
     for name, wrong in failed.items():
         print(f"{name}: FAILED: {wrong}")
     return 1 if failed else 0
@@ -66,6 +69,11 @@ def result(file: Path, shape: str) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if found.get("tiny") is (shape == "tiny") else None
+
+
+def is_of(found: dict[str, Any] | None, now: str | None) -> bool:
+    """Tell whether there is a result, and of the commit `now`; where that is not known (no checkout), any result will do."""
+    return found is not None and now in (None, found["commit"])
 
 
 def in_a_process(limit: float, name: str, file: Path, shape: str, module: str = "benchmarks.gpu.part") -> str | None:
@@ -90,13 +98,16 @@ def in_a_process(limit: float, name: str, file: Path, shape: str, module: str = 
     return None if status == 0 else f"exit status {status}; see {log}"
 
 
-def summary(folder: Path, shape: str) -> None:
-    """Print the goals of all parts that have finished."""
+def summary(folder: Path, shape: str, now: str | None) -> None:
+    """Print the goals of all parts that have finished, and of which commit they are if it is not `now`."""
     for name in PARTS:
         found = result(folder / f"{name}.json", shape)
-        for goal in found["goals"] if found else ():
+        if found is None:
+            continue
+        old = "" if is_of(found, now) else f" (old: commit {found['commit']})"
+        for goal in found["goals"]:
             came = "met" if goal["met"] else "within noise" if goal["within_noise"] else "MISSED"
-            print(f"{name}: {goal['name']}: {goal['value']:.3g}, wanted {goal['goal']}: {came}")
+            print(f"{name}: {goal['name']}: {goal['value']:.3g}, wanted {goal['goal']}: {came}{old}")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def suite(setting: Setting, ceilings: Ceilings, path: str, tests: str = "") -> F
         ours = answers(path, only, Path(folder) / "device.json", setting.tests_on)
         theirs = on_cpu.result()
     ours = {test: found for test, found in ours.items() if not any(name in test for name in OTHERWISE)}
-    others = [test for test, found in ours.items() if theirs[test] != found]
+    others = [test for test, found in ours.items() if theirs.get(test) != found]
     same = len(ours) - len(others)
     rows = [{"suite": path, "tests_with_replies": len(ours), "same_tokens": same, "others": ", ".join(others)}]
     table("the engine's tests on the device", rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -23,9 +24,10 @@ MODELS = ("LLaMA-2-7B", "Llama-3-8B", "Mistral-7B")
 
 
 def layers(setting: Setting, ceilings: Ceilings) -> Found:
-    """Time ten sentences in one layer. Maps come from host memory, packed, as from the store; looking them up is not counted."""
+    """Time ten sentences in one layer, ways in random order. Maps come from host memory, packed, as from the store; looking them up is
+    not counted."""
     names, lengths, rates = setting.of((MODELS, (16, 32, 64, 128), RATES), (MODELS[1:2], (8,), (0.5, 1.0)))
-    rows = []
+    rows, order = [], random.Random(setting.seed)
     for name in names:
         shape = dataclasses.replace(shape_of(name, setting), layers=1, vocab=VOCAB)
         model = one_layer(shape, setting.seed)
@@ -35,10 +37,10 @@ def layers(setting: Setting, ceilings: Ceilings) -> Found:
             ways: dict[str, Callable[[], object]] = {"full": partial(batch.attention, None), "mlp": batch.mlp}
             ways |= {str(rate): partial(batch.attention, rate) for rate in rates}
             with torch.no_grad():
-                for way in ways.values():
-                    way()
-                timed = {name: partial(seconds, way, times) for name, way in ways.items()}
-                samples = interleaved(timed, repeats)
+                for call in ways.values():
+                    call()
+                timed = {way: partial(seconds, call, times) for way, call in ways.items()}
+                samples = interleaved(timed, repeats, order)
             taken = {way: statistics.median(found) for way, found in samples.items()}
             products = SENTENCES * length * shape.linear_flops_per_token / ceilings.flops
             for rate in rates:

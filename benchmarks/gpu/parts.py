@@ -15,7 +15,6 @@ class Part(NamedTuple):
 
 SUITES = (
     "engine/test_relay",
-    "engine/test_selecting",
     "engine/test_selecting_beside",
     "engine/test_truncation",
     "engine/test_no_memory",
@@ -23,13 +22,17 @@ SUITES = (
     "engine/test_eight_bits",
     "faults/test_engine_faults",
 )
-EXACT = "tests/engine/test_exact_reuse.py"
-MEMORY = "device or host"  # tiers; all tests of that suite together would take too long for one part
+# Suites that would take too long for one part, by the tiers of their tests.
+EXACT, SELECTING = "tests/engine/test_exact_reuse.py", "tests/engine/test_selecting.py"
+MEMORY, DISK = "device or host", "disk or restart"
 SYSTEMS = (64, 512, 2048)
 
 PARTS: dict[str, Part] = {
     "tests-exact_reuse-memory": Part("device_tests", "suite", (EXACT, MEMORY)),
     "tests-exact_reuse-disk": Part("device_tests", "suite", (EXACT, f"not ({MEMORY})")),
+    "tests-selecting-memory": Part("device_tests", "suite", (SELECTING, MEMORY)),
+    "tests-selecting-disk": Part("device_tests", "suite", (SELECTING, f"({DISK}) and not ({MEMORY})")),
+    "tests-selecting-others": Part("device_tests", "suite", (SELECTING, f"not ({MEMORY} or {DISK})")),
     **{f"tests-{name.split('test_')[1]}": Part("device_tests", "suite", (f"tests/{name}.py",)) for name in SUITES},
     "decode": Part("decode", "decode"),
     "prefill": Part("decode", "prefill"),

@@ -52,7 +52,7 @@ def operator(setting: Setting, ceilings: Ceilings) -> Found:
 
 
 def operator_row(options: Any, prefix: int, setting: Setting, ceilings: Ceilings) -> dict[str, Any]:
-    """Time the ways in turns, and check that they agree."""
+    """Time the ways in turns, in random order, and check that they agree."""
     with torch.no_grad():
         batch = Batch(options, REQUESTS, prefix, CONTEXT, DEVICE, DTYPE)
         ways = ("plain", "shared", "relay")
@@ -60,8 +60,9 @@ def operator_row(options: Any, prefix: int, setting: Setting, ceilings: Ceilings
             torch.testing.assert_close(batch(way), batch("plain"), atol=APART, rtol=APART)
         repeats, times = setting.of((15, 10), (1, 1))
         graphs = {way: recorded(partial(batch, way), times) for way in ways}
-        found = interleaved({way: partial(seconds, graphs[way]) for way in ways}, repeats)
-        launched = interleaved({"launched": partial(seconds, partial(batch, "relay"), times)}, repeats)["launched"]
+        order = random.Random(f"{setting.seed} {prefix}")
+        found = interleaved({way: partial(seconds, graphs[way]) for way in ways}, repeats, order)
+        launched = [seconds(partial(batch, "relay"), times) for _ in range(repeats)]
     taken = {way: statistics.median(samples) / times for way, samples in found.items()}
     row_bytes = 2 * options.kv_heads * options.head_dim * DTYPE.itemsize
     theory = printed_speedup(REQUESTS, CONTEXT, prefix)

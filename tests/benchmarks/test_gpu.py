@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +16,17 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.mark.expression import Expression
 from benchmarks.gpu import __main__ as runner
-from benchmarks.gpu import device_tests, models, part, results, vllm
+from benchmarks.gpu import device_tests, maps, models, part, relay, results, vllm
 from benchmarks.gpu.loading import BUFFERS
-from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.parts import EXACT, PARTS, SELECTING
 from benchmarks.gpu.setting import Ceilings, Found, Setting
+from benchmarks.papers.attncache.shapes import RATES
 from scripts.gpu_tables import PAGE
 from scripts.readme import REGION
 
+from afterglow.bench.report import commit
 from afterglow.config import EngineConfig
 from afterglow.engine.sizes import read_buffer_bytes
 from afterglow.model.families import spec_from_config
@@ -122,6 +127,46 @@ def test_the_read_buffer_has_room_for_all_layers(monkeypatch: pytest.MonkeyPatch
     assert max(BUFFERS) == shape.layers
 
 
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have parts run on the CPU, and time nothing. Returns what they would have timed, in its order."""
+    calls: list[str] = []
+
+    def seconds(call: Any, times: int = 1) -> float:
+        calls.append(str(call.args[0]) if isinstance(call, partial) else call.__name__)
+        return 1.0
+
+    for module in (relay, maps):
+        monkeypatch.setattr(module, "DEVICE", torch.device("cpu"))
+        monkeypatch.setattr(module, "DTYPE", torch.float32)
+        monkeypatch.setattr(module, "seconds", seconds)
+    monkeypatch.setattr(relay, "recorded", lambda call, times: call)
+    monkeypatch.setattr(maps, "shape_of", lambda name, setting: models.shape_of(name, Setting(True)))
+    return calls
+
+
+def operator_row() -> None:
+    options = SimpleNamespace(seed=0, heads=2, kv_heads=1, head_dim=16)
+    relay.operator_row(options, 64, Setting(False), Ceilings(1.0, 1.0, 1.0))
+
+
+def layers() -> None:
+    maps.layers(Setting(False), Ceilings(1.0, 1.0, 1.0))
+
+
+@pytest.mark.parametrize(("part", "arms"), [(operator_row, 3), (layers, 2 + len(RATES))])
+def test_arms_take_turns_in_random_order(part: Callable[[], None], arms: int, timed: list[str]) -> None:
+    """Otherwise one would always come behind the same other one. A seed makes the order the same in each run."""
+    part()
+    first = timed[:]
+    rounds = [first[at : at + arms] for at in range(0, 15 * arms, arms)]
+    assert all(sorted(each) == sorted(rounds[0]) for each in rounds)
+    assert len(set(map(tuple, rounds))) > 1
+    timed.clear()
+    part()
+    assert timed == first
+
+
 def test_memory_of_the_ceilings_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a part begins: what it measures may be in another process."""
     done: list[str] = []
@@ -134,8 +179,9 @@ def test_memory_of_the_ceilings_is_given_back(tmp_path: Path, monkeypatch: pytes
     assert [each for each in done if each != "ceilings"] == ["given back", "part"]
 
 
-def result(file: Path) -> None:
-    file.write_text(json.dumps({"tiny": True, "goals": []}))
+def result(file: Path, of: str | None = None) -> None:
+    wanted = {"name": "speed", "value": 1.0, "goal": ">= 2", "met": False, "within_noise": False}
+    file.write_text(json.dumps({"tiny": True, "goals": [wanted], "commit": of or commit()}))
 
 
 def test_parts_that_fail_are_reported_and_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,6 +204,32 @@ def test_parts_that_fail_are_reported_and_tried_again(tmp_path: Path, capsys: py
     assert "prefill: FAILED: ended without a result" in out
     assert runner.main(options, start) == 0
     assert asked == ["decode", "prefill", "documents", "decode", "prefill"]
+
+
+def test_results_of_another_commit_are_measured_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "commit", lambda: "bbb2222")
+    options = ["--shape", "tiny", "--out", str(tmp_path), "--parts", "decode", "prefill"]
+    result(tmp_path / "decode.json", "aaa1111")
+    result(tmp_path / "prefill.json", "bbb2222")
+    assert runner.main(options, lambda name, file, shape: "exit status 1") == 1
+    out = capsys.readouterr().out
+    assert "decode: begins again: its result is of commit aaa1111, the code of bbb2222" in out
+    assert "prefill: finished before" in out
+    assert "decode: speed: 1, wanted >= 2: MISSED (old: commit aaa1111)" in out
+    assert "prefill: speed: 1, wanted >= 2: MISSED\n" in out
+    assert runner.main(options, lambda name, file, shape: None) == 1
+    assert "decode: FAILED: ended without a result" in capsys.readouterr().out
+    assert runner.main(options, lambda name, file, shape: result(file, "bbb2222")) == 0
+    assert "old" not in capsys.readouterr().out
+    assert runner.main(options, never) == 0
+
+
+def test_without_a_checkout_a_finished_part_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "commit", lambda: None)
+    result(tmp_path / "decode.json", "aaa1111")
+    assert runner.main(["--shape", "tiny", "--out", str(tmp_path), "--parts", "decode"], never) == 0
 
 
 def test_a_part_that_takes_too_long_is_ended(tmp_path: Path) -> None:
@@ -191,6 +263,45 @@ def test_the_cpus_tokens_are_the_cpus_where_there_is_a_gpu(tmp_path: Path, monke
     for options in ((), ("--real-device",)):
         device_tests.answers("tests/engine/test_relay.py", "all", tmp_path / "answers.json", *options)
     assert hidden == ["", "0"]
+
+
+@pytest.mark.parametrize("suite", [EXACT, SELECTING])
+def test_each_test_of_a_suite_is_in_one_part(suite: str) -> None:
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-o", "addopts=-q", "-p", "no:cacheprovider", suite]
+    printed = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True).stdout
+    tests = [line for line in printed.splitlines() if line.startswith(f"{suite}::")]
+    assert len(tests) > 50
+    arguments = [part.arguments for part in PARTS.values() if part.arguments[:1] == (suite,)]
+    chosen = [Expression.compile(str(only)) for _, only in arguments]
+    counts = Counter(sum(only.evaluate(lambda word, test=test: word in test) for only in chosen) for test in tests)
+    assert counts == {1: len(tests)}
+
+
+def test_replies_are_compared_however_they_were_asked_for(tmp_path: Path) -> None:
+    """By a call that waits, and by requests with sinks of their own. One that is cancelled has no tokens that could be compared."""
+    test = "tests/engine/test_relay.py"
+    found = device_tests.answers(test, "share_no_reads or truncated_share", tmp_path / "answers.json")
+    assert {name.partition("::")[2] for name in found} == {
+        "test_tenants_share_no_reads",
+        "test_conversations_that_have_been_truncated_share_what_they_begin_with",
+    }
+    assert [len(found[name]) for name in sorted(found)] == [2 * 2 * 4, 3]
+    for replies in found.values():
+        assert replies == sorted(replies)
+        assert all(len(tokens) in (8, 12) for _, tokens in replies)
+
+
+def test_rates_are_those_of_the_rows_that_a_prefix_has_more() -> None:
+    """Rows of 1,000 bytes; 64 more of them in 20 us for 32 requests, in 4 us for all together."""
+    bounds = [(32 * (prefix + 128) * 1e3 / 4e6, (prefix + 32 * 128) * 1e3 / 4e6) for prefix in (64, 128)]
+    times = [(600.0, 40.0), (620.0, 44.0)]
+    keys = ("plain_us", "relay_us", "plain_bound_us", "relay_bound_us")
+    rows = [dict(zip(keys, (*taken, *bound), strict=True)) for taken, bound in zip(times, bounds, strict=True)]
+    first, second = results.rates_of_rows({"ceilings": {"memory": 4e12}, "rows": rows})
+    assert "relay_tb_s" not in first
+    assert second["plain_tb_s"] == pytest.approx(32 * 64 * 1e3 / 20e-6 / 1e12)
+    assert second["relay_tb_s"] == pytest.approx(64 * 1e3 / 4e-6 / 1e12)
+    assert second["relay_over_us"] == pytest.approx(44 - (128 + 32 * 128) / 4e3)
 
 
 def test_the_page_has_the_results(capsys: pytest.CaptureFixture[str]) -> None:

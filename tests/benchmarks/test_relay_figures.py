@@ -14,9 +14,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from benchmarks.common.engines import engine_of
 from benchmarks.papers.relay import operator, shared_prompt
 from benchmarks.papers.relay.lengths import FOLDER, PaperLengths, fixed
 
+from afterglow.bench.timed_requests import words
+from afterglow.engine.context import DeviceContext
 from afterglow.engine.engine import Engine
 from afterglow.request import Output, Request
 from tests.engine.conftest import FAMILIES, write_model
@@ -65,9 +68,37 @@ def test_throughput_is_written_with_the_memory_that_is_held(model: Path, data: P
     (row,) = found["rows"]
     assert (found["lengths"], found["divide"]) == (FOLDER, 8)
     assert row["held"]["measured"] == row["held"]["counted"] < row["held"]["apart"]
+    assert row["held"]["measured"] <= row["held"]["slabs"]
     memory = [goal["met"] for goal in found["goals"] if goal["name"].startswith("bytes held")]
     assert memory == [True]
     assert all(rate > 0 for rate in row["rate"].values())
+
+
+def held_behind_100_tokens(model: Path) -> dict[str, int]:
+    rng, cache = random.Random(1), {"disk_cache": 0, "device_cache": 2**24, "host_cache": 2**24}
+    with engine_of(str(model), threads=1, cache=cache, relay="on", max_batch=8) as engine:
+        system = words(rng, engine, 100)
+        return shared_prompt.memory_held(engine, system, [([*system, *words(rng, engine, 30)], 9) for _ in range(8)])
+
+
+def test_a_prefix_that_requests_share_is_held_once(model: Path) -> None:
+    held = held_behind_100_tokens(model)
+    assert held["measured"] == pytest.approx(held["counted"], rel=0.05)
+    assert held["measured"] <= held["slabs"]
+
+
+def test_copies_of_what_the_plan_has_shared_are_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan counts the prefix once all the same."""
+
+    def copied(self: DeviceContext, source: DeviceContext, rows: int) -> None:
+        self.make_room(rows)
+        for layer in range(self.shape.layers):
+            self.write(layer, 0, *source.read(layer, 0, rows))
+        self.rows = rows
+
+    monkeypatch.setattr(DeviceContext, "share", copied)
+    held = held_behind_100_tokens(model)
+    assert held["measured"] > 1.05 * held["counted"]
 
 
 def test_rates_are_those_that_relay_can_serve(model: Path, tmp_path: Path) -> None:
@@ -161,7 +192,7 @@ def test_the_gains_noise_is_that_of_relay_and_of_sharing(monkeypatch: pytest.Mon
         for name, each in {"shared": (60, 80, 90), "relay": (100,), "auto": (100,)}.items()
     }
     monkeypatch.setattr(shared_prompt, "tokens_per_second", lambda engine, *_, **__: next(rates[id(engine)]))
-    monkeypatch.setattr(shared_prompt, "_held", lambda *_: {})
+    monkeypatch.setattr(shared_prompt, "memory_held", lambda *_: {})
     workload = shared_prompt.Workload("fixed", 2, 8, 2, fixed(4, 4))
     row = shared_prompt.point(engines, SimpleNamespace(seed=0, rounds=3), workload)
     assert row["spread"] == 0, "auto beside relay"

@@ -1,15 +1,17 @@
 """Run suites on the pretend device, or with `--real-device` on a real one: `pytest -p tests.device.plugin --pretend-device --answers FILE tests/engine/test_relay.py`.
 
-`--answers FILE` writes the tokens of each test's replies as JSON, also without the device, so that both can be compared.
+`--answers FILE` writes the tokens of each test's replies as JSON, also without the device, so that both can be compared. Written are all
+replies that came to their end, of whatever asked the engine, in the order of their prompts: threads may ask in any order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ import pytest
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 REFUSED = "computes on CPU in float32, not on cuda"  # quantised weights
 
-answers: dict[str, list[list[list[int]]]] = defaultdict(list)
+answers: dict[str, list[tuple[str, list[int]]]] = defaultdict(list)
+"""By test: of each reply that has ended, a digest of its prompt, and its tokens."""
 all_given_up: Counter[str] = Counter()
 
 
@@ -81,25 +84,33 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_configure(config: pytest.Config) -> None:
     from afterglow.engine.cached_attention import RelayCosts
-    from afterglow.engine.engine import Engine
+    from afterglow.engine.loop import EngineLoop
+    from afterglow.request import Output, Request
 
     if config.getoption("--pretend-device") and INTERPRETED:
         # Measured in the interpreter, at each start, it would take minutes and say nothing of a device.
         costs = RelayCosts(((1, 1e-6), (32, 4e-6)), 1e-5, 1e-6)
         RelayCosts.measured = classmethod(lambda cls, shape, heads: costs)  # type: ignore[assignment, method-assign]
 
-    generate = Engine.generate
+    prepare = EngineLoop.prepare
 
-    def generated(self: Engine, *args: Any) -> Any:
-        found = generate(self, *args)
+    def prepared(self: EngineLoop, request: Request, sink: Callable[[Output], object], *more: Any, **how: Any) -> Any:
         test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-        answers[test].append([list(each.tokens) for each in found])
-        return found
+        prompt = hashlib.blake2b(str(list(request.prompt)).encode(), digest_size=8).hexdigest()
+        tokens: list[int] = []
 
-    Engine.generate = generated  # type: ignore[method-assign]
+        def take(output: Output) -> None:
+            tokens.extend(output.tokens)
+            if output.finish_reason in ("stop", "length"):  # how far others come depends on the time
+                answers[test].append((prompt, tokens))
+            sink(output)
+
+        return prepare(self, request, sink if how.get("own") else take, *more, **how)
+
+    EngineLoop.prepare = prepared  # type: ignore[method-assign]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     path = config.getoption("--answers")
     if path is not None:
-        path.write_text(json.dumps(answers))
+        path.write_text(json.dumps({test: sorted(found) for test, found in answers.items()}))

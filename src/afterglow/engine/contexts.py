@@ -6,16 +6,21 @@ from afterglow.engine.context import DeviceContext
 from afterglow.engine.gather import BatchEntry
 from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.page_pool import PagePool
+from afterglow.engine.stats import PoolLevels
 from afterglow.plan.step import Release, Run
 
 
 class Contexts:
-    """Make, lend and free contexts as steps say. For the runner alone."""
+    """Make, lend and free contexts as steps say. For the runner alone, but for `levels`."""
 
     def __init__(self, shape: KVShape, pool: PagePool) -> None:
         self._shape, self._pool = shape, pool
         self.running: dict[int, DeviceContext] = {}  # by job
         self.retained: dict[int, DeviceContext] = {}  # by the plan's number
+
+    def levels(self) -> PoolLevels:
+        """Count the pages that all contexts hold; see `PagePool.levels`."""
+        return self._pool.levels()
 
     def shorten(self, run: Run) -> None:
         """Leave out of what a job takes over the rows that it does not go on from: others may get their pages in the same step."""

@@ -220,6 +220,7 @@ class Engine:
             found,
             engine=replace(found.engine, damaged_responses=self.conversations.damaged),
             tiers=Tiers.of(found.plan, parts.capacity, size.device_row_bytes, size.host_block_bytes, size.kv_dtype),
+            pool=parts.runner.contexts.levels(),
             store=parts.store.stats(),
             shared=parts.store.shared.stats() if parts.store.shared is not None else None,
         )

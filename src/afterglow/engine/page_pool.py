@@ -14,6 +14,7 @@ from weakref import WeakSet
 import torch
 
 from afterglow.engine.kv_shape import KVShape
+from afterglow.engine.stats import PoolLevels
 from afterglow.kernels.context_pages import PAGE_ROWS, Page, Pages, Slab
 from afterglow.memory.pages import allocate
 from afterglow.memory.prefault import Prefault
@@ -39,6 +40,15 @@ class PagePool:
     def num_bytes(self) -> int:
         """Count the bytes of all slabs."""
         return sum(slab.data.nbytes for slabs in self._slabs.values() for slab in slabs)
+
+    def levels(self) -> PoolLevels:
+        """Count the pages that are lent. Any thread may ask; between steps the numbers are exact."""
+        slabs = [slab for kind in list(self._slabs.values()) for slab in list(kind)]
+        return PoolLevels(
+            sum(slab.used for slab in slabs),
+            sum(slab.used_bytes for slab in slabs),
+            sum(slab.data.nbytes for slab in slabs),
+        )
 
     def follow(self, pages: Pages) -> None:
         """Tell a list of its pages from now on when these have moved."""

@@ -146,11 +146,23 @@ class Tiers:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolLevels:
+    """Count the pages of KV that contexts on the device hold, each once, and their bytes; and the bytes of the slabs that all pages are
+    cut out of. `Tiers.device` is what the plan counts, this is what was lent and allocated."""
+
+    pages: int = 0
+    page_bytes: int = 0
+    slab_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Levels now and totals since the start, as of the last step. `importance`, `shared`: None unless `--importance`, `--shared` is on."""
+    """Levels now and totals since the start, as of the last step. `pool`, `store` and `shared` are of this moment. `importance`,
+    `shared`: None unless `--importance`, `--shared` is on."""
 
     engine: EngineCounters = field(default_factory=EngineCounters)
     tiers: Tiers = Tiers()
+    pool: PoolLevels = PoolLevels()
     plan: Stats = field(default_factory=Stats)
     store: StoreStats = field(default_factory=StoreStats)
     importance: ImportanceStats | None = None

@@ -58,6 +58,11 @@ class Slab:
         """Count the pages that are lent."""
         return len(self._free) - self.free
 
+    @property
+    def used_bytes(self) -> int:
+        """Count the bytes of the pages that are lent."""
+        return self.data.nbytes // len(self._free) * self.used
+
     def take(self, most: int, after: Page | None = None) -> list[Page]:
         """Lend up to `most` free pages that follow each other: those behind a page, else the lowest run of so many, else the longest."""
         if after is not None:

@@ -131,6 +131,11 @@ _ENGINE = (
     ),
     ("relay.groups", "afterglow:relay_groups", "Groups of requests that read rows together, over steps."),
 )
+_POOL = (
+    ("pages", "afterglow:device_pages", "Pages of KV on the device that contexts hold, each once."),
+    ("page_bytes", "afterglow:device_page_bytes", "Bytes of these pages."),
+    ("slab_bytes", "afterglow:device_slab_bytes", "Bytes of the device's memory that pages are cut out of."),
+)
 _STORE = (
     ("queue", "afterglow:store_queue", "Calls that wait for a thread of the store."),
     ("hung", "afterglow:store_hung", "Calls that have not come back for too long."),
@@ -244,6 +249,7 @@ ROWS = (
     *_family("counter", "engine.gather.ahead_{}", "afterglow:read_ahead_bytes", _AHEAD, "what", ("read", "used")),
     *_family("gauge", "tiers.{}.used", "afterglow:tier_used_bytes", "Bytes of KV a tier holds.", "tier", TIERS),
     *_family("gauge", "tiers.{}.capacity", "afterglow:tier_capacity_bytes", "Bytes of KV a tier may hold.", "tier", TIERS),
+    *_rows("gauge", "pool", _POOL),
     *_rows("gauge", "store", _STORE),
     *_rows("counter", "store", _STORE_COUNTERS),
     *_rows("gauge", "shared", _SHARED),

@@ -6,6 +6,8 @@ READY  := $(VENV)/.ready
 
 # OpenMP threads that spin while they wait starve the threads that move KV (docs/log.md).
 export OMP_WAIT_POLICY ?= passive
+# Tests start hundreds of processes, and each would compile what it imports again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo serve test test-triton cover test-long test-cluster test-stores check bench results results-full readme wheel clean
 .DEFAULT_GOAL := demo

@@ -1,7 +1,7 @@
 """`python -m tests.device.counts`: what a step asks of a CUDA device, by the number of requests in it, as a table.
 
 Counted on the pretend device, with a model of two layers, so no figure depends on the machine. With TRITON_INTERPRET=1 Triton's kernels run,
-in its interpreter, for two of the batches, with shorter prompts: others take it long.
+in its interpreter, for `TRITON_BATCHES`, with shorter prompts: others take it long.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 BATCHES = (1, 2, 8, 24)
+TRITON_BATCHES = (2, 4, 8)
 COLUMNS = ("launches", "copies to device", "copies to host", "synchronisations", "pinned allocations")
 KINDS = {
     "decode": "decode",
@@ -46,7 +47,7 @@ def measure(device: str, folder: Path, batches: Sequence[int] = BATCHES, new: in
                 engine.settle()
                 engine.demote("host")
             watch.steps.clear()
-            scenes.ask(engine, prompts, tokens=18, logprobs=None)
+            scenes.ask(engine, prompts, tokens=18 if kind == "prefill" else 6, logprobs=None)
             if number < len(batches):
                 continue
             for name, counts in _typical(kind, batch, watch.steps):
@@ -58,16 +59,17 @@ def measure(device: str, folder: Path, batches: Sequence[int] = BATCHES, new: in
 
 
 def _typical(kind: str, batch: int, steps: list[Any]) -> list[Any]:
-    """Choose steps in which the whole batch takes part."""
+    """Choose steps in which the whole batch takes part: one with its prompts, and where nothing is reused, two that decode."""
     whole = [step for step in steps if step.runs == batch]
-    decodes = [step for step in whole if step.rows == batch]
-    leave = max(decodes, key=lambda step: step.counts["copies to host"])
-    asked = [tuple(step.counts[key] for key in COLUMNS) for step in decodes]
+    found = [(kind, step.counts) for step in whole if step.rows > batch][:1]
+    if kind == "reuse":
+        return found
+    decodes = [step.counts for step in whole if step.rows == batch]
+    asked = [tuple(counts[key] for key in COLUMNS) for counts in decodes]
     # The first ones are no graphs yet, and the last one launches nothing.
     plain = decodes[asked.index(Counter(asked).most_common(1)[0][0])]
-    first = next((step for step in whole if step.rows > batch), None)
-    named = [("decode", plain), ("decode, blocks leave", leave), (kind, first)]
-    return [(name, step.counts) for name, step in named if step is not None]
+    leave = max(decodes, key=lambda counts: counts["copies to host"])
+    return [("decode", plain), ("decode, blocks leave", leave), *found]
 
 
 def counted(scene: str = "counts") -> dict[str, Any]:

@@ -201,7 +201,7 @@ def experts(device: str, folder: Path) -> Any:
     found, steps = [], []
     for family in ("mixtral", "qwen2_moe", "gpt_oss"):
         model = write_model({**FAMILIES[family], "vocab_size": 256}, folder / family)
-        engine = load(device, folder / "cache", model, relay="off", max_batch=4)
+        engine = load(device, folder / "cache", model, relay="off", max_batch=4, speculate="off")
         for batch in (2, 4) if family == "mixtral" else (2,):
             found += answers(engine, [(draw(batch + i, 3 + i), greedy(8)) for i in range(batch)])
             decoding = [step.counts for step in watch.steps if step.runs == step.rows == batch]
@@ -220,23 +220,26 @@ def experts_in_blocks(device: str, folder: Path) -> Any:
     torch.manual_seed(7)
     save_mxfp4(AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)), folder / "model")
     kept = "auto" if device == "cuda" else "none"
-    engine = load(device, folder / "cache", folder / "model", relay="off", max_batch=2, quantization=kept)
+    options: dict[str, Any] = {"max_batch": 2, "speculate": "off", "quantization": kept}
+    engine = load(device, folder / "cache", folder / "model", relay="off", **options)
     found = answers(engine, [(draw(i, 3 + i), greedy(8)) for i in range(2)])
     decoding = [step.counts for step in watch.steps if step.runs == step.rows == 2]
     return {**result(engine, found), "steps": [[step[what] for what in LAUNCHED] for step in decoding[-3:-1]]}
 
 
 def more_than_experts_take(device: str, folder: Path) -> Any:
-    """A mixture of experts: two requests, where kernels find the experts of one row alone; then one request, and what its steps ask for."""
+    """A mixture of experts: two requests, where kernels find the experts of one row alone, and how often their steps wait; then one
+    request, and what its steps ask for."""
     from tests.device.watching import watch
 
     model = write_model({**FAMILIES["mixtral"], "vocab_size": 256}, folder / "model")
     with mock.patch.object(device_experts, "MOST_ROWS", 1):
-        engine = load(device, folder / "cache", model, relay="off", max_batch=2)
+        engine = load(device, folder / "cache", model, relay="off", max_batch=2, speculate="off")
         found = answers(engine, [(draw(i, 3 + i), greedy(5)) for i in range(2)])
         found += answers(engine, [(draw(8, 3), greedy(5))])
-        steps = [step.counts for step in watch.steps if step.runs == step.rows == 1]
-        return {**result(engine, found), "steps": [[step[what] for what in LAUNCHED] for step in steps[-3:-1]]}
+        one, two = ([step.counts for step in watch.steps if step.runs == step.rows == batch] for batch in (1, 2))
+        asked = [[step[what] for what in LAUNCHED] for step in one[-3:-1]]
+        return {**result(engine, found), "steps": asked, "waits": [step["synchronisations"] for step in two]}
 
 
 def damage(folder: Path) -> None:

@@ -24,15 +24,23 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "afterglow"
-ROOMS = ("engine", "importance", "kernels")
+ROOMS = ("engine", "importance", "kernels", "memo", "model")
 WAITS = {"wait_stream", "wait_event", "synchronize"}
 WAIT = "wait"  # of `engine.transfers`: the one place where the host waits, and those who call it
 SECONDS = 300  # a scene that hangs has noticed
 
 INTERPRETED = "interpreted "  # before the name of a scene: with Triton's kernels, in its interpreter
 SCENES = (
-    *("races", "no_memory", "sending", "reuse", "importance", "renewing", "agreeing", "scores", "drawing", "grammar"),
-    *("filled", "block_scenes.reuse", "read_ahead", "full_buffer"),
+    *("races", "no_memory", "sending", "reuse", "importance", "renewing", "agreeing", "means", "scores", "drawing"),
+    *(
+        "grammar",
+        "filled",
+        "block_scenes.reuse",
+        "read_ahead",
+        "full_buffer",
+        "memo_scenes.maps",
+        "model_scenes.families",
+    ),
     *(
         tuple(
             f"{INTERPRETED}{scene}"
@@ -50,6 +58,7 @@ SCENES = (
     ),
 )
 FIRST = {
+    "left_out": "means",
     "importance": "agreeing",
     "selective": "agreeing",
     "scores": "scores",
@@ -63,6 +72,8 @@ FIRST = {
     "triton_products": f"{INTERPRETED}block_scenes.products",
     "experts": f"{INTERPRETED}mixture",
     "triton": f"{INTERPRETED}stored",
+    "memo/": "memo_scenes.maps",
+    "model/": "model_scenes.families",
 }
 
 EQUAL: dict[str, str] = {  # sites whose removal changes nothing, and why
@@ -76,6 +87,9 @@ EQUAL: dict[str, str] = {  # sites whose removal changes nothing, and why
 SHORT = {  # ways to notice, by how their descriptions begin
     "Race": "a race",
     "Mismatch": "refused",
+    "ModelError: ": "refused",
+    "TypeError: can't convert cuda:0": "refused",
+    "stopped: status 11": "code that is compiled for the CPU reads the device",
     "Indices": "indices copied where they are used",
     "kernels": "other launches",
     "AssertionError: ": "rows that are not handed over",

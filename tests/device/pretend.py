@@ -1,6 +1,6 @@
 """A pretend CUDA device: tensors say `cuda:0` and hold a CPU tensor, values are real, and what a real device refuses raises.
 
-It stands on PyTorch's Python-only backend hooks (torch.utils.backend_registration, experimental; known with torch 2.13).
+It stands on PyTorch's Python-only backend hooks (torch.utils.backend_registration), which are experimental: see `KNOWN`.
 Values are computed at once; what a real device would do later or wait for is left to `watching.py`. Everything here changes
 torch itself: it is for a process of its own, see `play.py` and `plugin.py`.
 """
@@ -25,6 +25,7 @@ from tests.device.doors import schema, slots_of
 from tests.device.graphs import CUDAGraph, Recording, recorded, writing
 from tests.device.watching import Current, Event, Stream, watch
 
+KNOWN = ("2.13",)  # versions of torch that all scenes have run with
 NATIVE = torch.device("privateuseone", 0)  # as C++ sees it: a CPU build has a guard for it
 SEEN = torch.device("cuda", 0)  # as Python sees it
 AWAY = 1 << 60  # bytes, a multiple of all that memory is aligned to
@@ -299,6 +300,10 @@ def _moved(target: torch.Tensor, source: torch.Tensor, later: bool) -> None:
 
 
 class _Dispatch(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch would import its compiler: seconds in each process
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
 
@@ -368,7 +373,16 @@ def _lifted(index: Any) -> Any:
 
 
 def install() -> None:
-    """Have torch see the device, in this process and from now on. To be called before the package is imported."""
+    """Have torch see the device, in this process and from now on. To be called before the package is imported.
+
+    Raises: RuntimeError, with a version of torch that it has not run with.
+    """
+    version = torch.__version__
+    if ".".join(version.split(".")[:2]) not in KNOWN:
+        raise RuntimeError(
+            f"the pretend device is known to work with torch {' and '.join(KNOWN)}, and this is {version}: install what constraints.txt "
+            "names; or add this version to KNOWN in tests/device/pretend.py, and run all of tests/device"
+        )
     torch.utils.backend_registration._setup_privateuseone_for_python_backend()
     torch.inference_mode = lambda mode=True: torch.no_grad()  # views of tensors made outside would be refused
     from afterglow.engine.engine import Engine

@@ -104,10 +104,11 @@ def test_triton_experts_in_blocks_are_found_on_the_device(tmp_path: Path, monkey
 def test_triton_steps_of_more_rows_than_experts_take_are_no_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they choose is asked of the device. Steps of fewer rows are recorded as before."""
+    """What they choose is asked of the device, once in each layer. Steps of fewer rows are recorded as before."""
     found, log = found_by("more_than_experts_take", tmp_path, monkeypatch)
     assert "not recorded" not in log
     assert found["steps"] == [[6, 1, 1, 1, 1, 0]] * 2
+    assert set(found["waits"]) == {1 + 2}
 
 
 @pytest.mark.long

@@ -11,9 +11,7 @@ from tests.device import mutations
 from tests.device.test_pretend import play
 
 
-@pytest.mark.parametrize(
-    "scene", ["races", "sending", "read_ahead", "full_buffer", pytest.param("no_memory", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("scene", ["races", "sending", "read_ahead", "full_buffer", "no_memory"])
 def test_no_stream_uses_memory_before_another_is_done_with_it(scene: str, tmp_path: Path) -> None:
     found, log = play(scene, "cuda", tmp_path)
     assert found["races"] == []
@@ -48,8 +46,14 @@ def test_a_wait_that_is_missing_is_a_race(file: str, wait: str, scene: str, race
     assert any(race in each for each in found["races"])
 
 
-@pytest.mark.parametrize("scene", ["agreeing", "grammar"])
-@pytest.mark.long
+@pytest.mark.parametrize(
+    "scene",
+    [
+        "memo_scenes.maps",
+        "model_scenes.families",
+        *(pytest.param(scene, marks=pytest.mark.long) for scene in ("agreeing", "grammar")),
+    ],
+)
 def test_answers_are_the_cpus_and_no_index_comes_from_the_host(scene: str, tmp_path: Path) -> None:
     assert mutations.apart(f"Scenes(Path({str(tmp_path)!r})).expected({scene!r})")
 

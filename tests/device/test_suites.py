@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,19 @@ SUITES = (
     "tests/faults/test_engine_faults.py",
 )
 
+# Of these suites, what takes a minute at most, on the device and then on the CPU.
+QUICK = (
+    "tests/engine/test_relay.py::test_prefixes_from_the_disk_are_shared_too",
+    "tests/engine/test_selecting.py::test_a_selection_is_what_it_is_in_memory[llama-disk]",
+    "tests/engine/test_no_memory.py::test_the_newest_wait_and_every_answer_is_right[1]",
+    "tests/engine/test_eight_bits.py::test_what_is_reused_are_rounded_rows[llama-host]",
+    "tests/engine/test_quantized.py::test_reuse_is_as_near_as_rounding_lets_it[llama-disk]",
+    "tests/engine/test_truncation.py::test_the_oldest_half_goes_wherever_turns_end[device]",
+    "tests/engine/test_truncation.py::test_learned_positions_are_recomputed_and_say_so",
+    "tests/faults/test_engine_faults.py::test_flipped_byte[0.5]",
+    "tests/faults/test_engine_faults.py::test_deleted_file",
+)
+OTHERWISE = "test_quantized"  # of int8, a CPU rounds what weights are multiplied with as well
 
 WAYS = [
     False,
@@ -42,13 +56,13 @@ WAYS = [
 ]
 
 
-def answers(suite: str, only: str, path: Path, *options: str) -> dict[str, Any]:
-    """Run a suite in a process of its own, and return the tokens of its replies by test. On the device, Triton's kernels run where its
-    interpreter is asked for."""
+def answers(tests: Sequence[str], only: str, path: Path, *options: str) -> dict[str, Any]:
+    """Run suites, or single tests, in a process of their own, and return the tokens of replies by test. On the device, Triton's kernels
+    run where its interpreter is asked for."""
     ran = subprocess.run(
         [
             sys.executable, "-m", "pytest", "-q", "-p", "tests.device.plugin", "-p", "no:cacheprovider", "--answers", str(path),
-            *options, "-m", "not long", "-k", only, "--timeout", "1800", suite,
+            *options, "-m", "not long", "-k", only, "--timeout", "1800", *tests,
         ],
         capture_output=True, text=True, cwd=ROOT,
     )  # fmt: skip
@@ -61,15 +75,18 @@ def answers(suite: str, only: str, path: Path, *options: str) -> dict[str, Any]:
     return found
 
 
-def same_answers(suite: str, only: str, folder: Path) -> None:
-    ours = answers(suite, only, folder / "cuda.json", "--pretend-device")
-    theirs = answers(suite, only, folder / "cpu.json")
+def same_answers(tests: Sequence[str], only: str, folder: Path) -> set[str]:
+    """Run tests on the device and on the CPU: they pass, and their tokens are the same. Returns the tests with replies."""
+    ours = answers(tests, only, folder / "cuda.json", "--pretend-device")
+    theirs = answers(tests, only, folder / "cpu.json")
     assert ours
-    assert all(theirs[test] == found for test, found in ours.items())
+    assert [test for test, found in ours.items() if theirs[test] != found and OTHERWISE not in test] == []
+    return set(ours)
 
 
-def test_a_prompt_that_is_cut_is_the_cpus(tmp_path: Path) -> None:
-    same_answers("tests/engine/test_truncation.py", "test_learned_positions", tmp_path)
+@pytest.mark.timeout(900)
+def test_quick_ones_have_the_tokens_of_the_cpu(tmp_path: Path) -> None:
+    assert same_answers(QUICK, "", tmp_path) >= {test for test in QUICK if OTHERWISE not in test}
 
 
 @pytest.mark.long
@@ -79,7 +96,7 @@ def test_a_prompt_that_is_cut_is_the_cpus(tmp_path: Path) -> None:
 def test_suites_pass(suite: str, kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernels:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    answers(suite, f"{OF_ONE_FAMILY} and not ({OTHERS})", tmp_path / "cuda.json", "--pretend-device")
+    answers([suite], f"{OF_ONE_FAMILY} and not ({OTHERS})", tmp_path / "cuda.json", "--pretend-device")
 
 
 @pytest.mark.long
@@ -91,4 +108,4 @@ def test_reuse_has_the_tokens_of_the_cpu(
 ) -> None:
     if kernels:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    same_answers("tests/engine/test_exact_reuse.py", f"full_prefill and {tier} and (llama or phi)", tmp_path)
+    same_answers(["tests/engine/test_exact_reuse.py"], f"full_prefill and {tier} and (llama or phi)", tmp_path)

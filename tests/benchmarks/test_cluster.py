@@ -71,7 +71,7 @@ def test_where_memory_is_tight_hit_shares_are_those_of_the_simulator_however_fas
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In it rows are merged, evicted and swept; and engines whose moves end before their next step find what the simulated ones do."""
-    said, shared = hits.trace(24, 1), hits.arms(2)[2]
+    said, shared = hits.trace(16, 1), hits.arms(2)[2]
     first, capacity = hits.measured(shared, said, 2, "tight", tmp_path, 1)
     assert hits.simulated(shared, said, 2, "tight", capacity, 1) == pytest.approx(first, abs=1e-9)
     for work in ("store_extent", "drop_extent"):
@@ -99,7 +99,8 @@ def test_prompts_are_looked_up_in_a_directory(tmp_path: Path, monkeypatch: pytes
 @needs_model
 def test_a_store_that_nothing_is_found_in_takes_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The goal is 1 %; the rest is for what threads do at times of their own."""
-    monkeypatch.setattr(calls, "REQUESTS", 4)
+    for name, value in {"REQUESTS": 4, "FIRST": 2, "REPLY": 48}.items():
+        monkeypatch.setattr(calls, name, value)
     counts = calls.measure(str(find_model(BUNDLED)), tmp_path, 0)["calls_per_token"]
     assert counts["without"] > 100
     assert counts["with"] < 1.03 * max(counts["without"], counts["without again"])

@@ -103,7 +103,7 @@ def test_copies_of_what_the_plan_has_shared_are_found(model: Path, monkeypatch: 
 
 def test_rates_are_those_that_relay_can_serve(model: Path, tmp_path: Path) -> None:
     found = written(
-        tmp_path / "out.json", "--model", str(model), "--figure", "rate", "--system", "64", "--requests", "6"
+        tmp_path / "out.json", "--model", str(model), "--figure", "rate", "--system", "64", "--requests", "4"
     )
     most = next(row["most"] for row in found["rows"] if row["way"] == "relay")
     assert sorted({row["offered"] for row in found["rows"]}) == pytest.approx([0.5 * most, most])

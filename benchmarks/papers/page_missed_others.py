@@ -74,34 +74,6 @@ def _hits(found: Found) -> Mapping[str, str]:
     return figures | lost | unseen | validation | {"tests": " and ".join(f"{row['loss']:.1f}" for row in each)}
 
 
-def _by_layer(found: Found) -> Mapping[str, str]:
-    """Take AttnCache-f's losses as chosen and at the settings that cost least on the other pairs, and those of LazyFormer and SAN."""
-    rows = found["rows"]
-    own = [row for row in rows if row["method"] == "AttnCache-f"]
-    tasks = {row["task"]: [one for one in own if one["task"] == row["task"]] for row in own}
-    least = [min(of, key=lambda row: float(row["validation_loss"])) for of in tasks.values()]
-
-    def mean(method: str, key: str) -> float:
-        return fmean(row[key] for row in rows if row["method"] == method and row["chosen"])
-
-    old = "thresholds_of_layers" not in found
-    trained = (
-        " Its projectors had half of the training steps of AttnCache's, and all layers one threshold. Where a task has a sentence twice, its layers took maps of wrong "
-        "sentences: a defect of the benchmark, which is mended."
-    )
-    built = "Equal training, the right sentences' maps, and a threshold for each layer that is calibrated on held-out sentences: built"
-    return {
-        "f": f"{mean('AttnCache-f', 'loss'):.1f}",
-        "f_hits": percent(mean("AttnCache-f", "hit_rate")),
-        "san": f"{mean('SAN', 'loss'):.1f}",
-        "lazy": f"{mean('LazyFormer', 'loss'):.1f}",
-        "least": f"{fmean(row['loss'] for row in least):.1f}",
-        "least_hits": percent(fmean(row["hit_rate"] for row in least)),
-        "trained": trained if old else "",
-        "built": f"{built}, and not measured yet." if old else f"{built}, and measured here.",
-    }
-
-
 def _beyond(found: Found) -> Mapping[str, str]:
     worst = (f"{max(points):.1f}" for points in beyond_promise(found, "another").values())
     return {"worst": ", ".join(worst)}
@@ -194,17 +166,6 @@ ENTRIES = (
         ),
         f"{TO_HIT}, or a model whose last layers depend less on the exact map.",
         figures=_hits,
-    ),
-    Missed(
-        "attncache_sts",
-        "Loss of AttnCache-f beside LazyFormer's and SAN's",
-        r"^loss of AttnCache-f",
-        "LazyFormer and SAN lose {lazy} and {san} points on MiniLM, and 25 to 38 in the paper's models: the small encoder needs the attention of its later layers less. AttnCache-f loses "
-        "{f} points at {f_hits} of hits.{trained}",
-        ("The settings that cost least on the other pairs: {least} points, at {least_hits} of hits.",),
-        "A decoder of more layers, as in the paper: with SmolLM2 the goal is met.",
-        fewer="{built}",
-        figures=_by_layer,
     ),
     Missed(
         "attncache_decoder",

@@ -1,7 +1,7 @@
 """`python -m scripts.gpu_tables [PART ...]`: write the tables of docs/gpu.md anew that are counted and measured without a GPU.
 
 Needs Triton, whose kernels run in its interpreter. A region lies between the comments that `scripts.readme` knows, and names the module
-that prints it: parts of these names choose tables. That of `tests.device.mutations` takes 20 minutes, the others four together.
+that prints it: parts of these names choose tables. That of `tests.device.mutations` takes half an hour, the others four minutes together.
 """
 
 from __future__ import annotations

@@ -104,6 +104,15 @@ def told(reply: httpx.Response) -> Any:
     return reply.status_code, value
 
 
+def nearly(value: Any) -> Any:
+    """Let fractions differ in their last digits: each process uses the kernels that were fastest when it tried them."""
+    if isinstance(value, float):
+        return pytest.approx(value, abs=1e-4)
+    if isinstance(value, dict):
+        return {name: nearly(part) for name, part in value.items()}
+    return type(value)(map(nearly, value)) if isinstance(value, list | tuple) else value
+
+
 @needs_model
 def test_it_answers_as_an_engine_in_the_servers_process(apart: Process, inside: Process) -> None:
     schema = {"type": "object", "properties": {"where": {"enum": ["mill", "river"]}}, "required": ["where"]}
@@ -123,7 +132,7 @@ def test_it_answers_as_an_engine_in_the_servers_process(apart: Process, inside: 
         ("/v1/embeddings", {"input": "kite " * 2000}),
     ]
     for path, body in bodies:
-        assert told(post(apart, body, path)) == told(post(inside, body, path)), (path, body)
+        assert told(post(apart, body, path)) == nearly(told(post(inside, body, path))), (path, body)
 
 
 @needs_model

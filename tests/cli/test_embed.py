@@ -170,7 +170,7 @@ def test_serving_an_encoder_beside_the_bundled_model(folder: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("--embedding-model", "nothing-like-it"), "nothing-like-it"),
+        (("--embedding-model", "nothing-like-it"), "--embedding-model: there is no model 'nothing-like-it'"),
         (("--threshold", "2"), "--threshold must be above 0"),
     ],
 )

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from afterglow.engine import hardware
 from afterglow.engine import loop as loop_module
 from afterglow.engine.engine import Engine
 from afterglow.engine.requests import salt_id
@@ -354,9 +356,22 @@ def test_impossible_settings(model_of: Models, tmp_path: Path) -> None:
         load(cache={"device_cache": 1000})
     with pytest.raises(ModelError, match="--max-model-len 9999"):
         load(max_model_len=9999)
+    with pytest.raises(ConfigError, match="--disk-cache 1 B has no room"):
+        Engine.load(model_of("llama"), EngineConfig(cache=CacheConfig(disk_cache=1, cache_dir=tmp_path)))
     with pytest.raises(ConfigError, match="--device must be"):
         load(device="tpu")
     with pytest.raises(ModelError):
         load(model=tmp_path / "nothing")
     with pytest.raises(ModelError, match="float16"):
         load(dtype="float16")
+
+
+def test_more_threads_than_cores_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    before = torch.get_num_threads()
+    try:
+        hardware.use_threads(hardware.cores() + 1)
+        hardware.use_threads(1)
+    finally:
+        torch.set_num_threads(before)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"--threads {hardware.cores() + 1} is more than the {hardware.cores()} cores")

@@ -99,6 +99,7 @@ class Read:
         (4 * KIB, 1, [0], 0, 0),
         (4 * KIB, 2, [3, 1, 2, 9], 8 * KIB, 0),
         (1001, 3, [5, 6, 0], 33, 17),  # not by eights, and from anywhere
+        (20 * KIB + 32, 3, [4, 0, 1, 2], 0, 0),  # by vectors, but not to the end; more than is carried at once
         (64 * KIB, 24, [0, 1, 2, 3], 12 * KIB, 0),  # several pieces
         (64 * KIB, 24, [8, 2, 4, 0], 0, 4 * KIB),
         (512, 2, [*range(0, 3000, 2)], 0, 0),  # more buffers than one call takes

@@ -246,6 +246,23 @@ def test_a_small_budget_holds_for_the_whole_folder(tmp_path):
         assert 0 < sum(map(len, kit.store.notes("session").values())) < CatalogShares.of(budget).note_bytes
 
 
+def test_a_budget_that_has_no_room_for_an_extent_is_refused(tmp_path):
+    with Kit(tmp_path) as kit:
+        with pytest.raises(ConfigError, match=r"^--disk-cache 1 B has no room for 64 tokens"):
+            sizes.extent_bytes(1, kit.namespace, ALIGNED)
+        least = next(size for size in range(0, 16 * MiB, 64 << 10) if has_room(size, kit.namespace))
+        assert sizes.extent_bytes(least, kit.namespace, ALIGNED) >= ALIGNED.file_bytes(64)
+        (kit.path / "catalog.sqlite.damaged").write_bytes(bytes(least))
+        assert sizes.extent_bytes(least, kit.namespace, ALIGNED) == 0, "damage is no reason to refuse a start"
+
+
+def has_room(size, namespace):
+    try:
+        return sizes.extent_bytes(size, namespace, ALIGNED) > 0
+    except ConfigError:
+        return False
+
+
 def test_relics_count(tmp_path):
     with Kit(tmp_path) as kit:
         before = sizes.extent_bytes(16 * MiB, kit.namespace, ALIGNED)

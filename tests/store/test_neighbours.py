@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import shutil
 
 import pytest
 
+from afterglow.config import format_size
 from afterglow.store import admin
 from afterglow.store.namespace import neighbours
 from afterglow.store.namespace.namespace import Namespace
@@ -54,6 +56,17 @@ def test_what_is_beyond_the_budget_is_named_with_the_remedy(ours, tmp_path, capl
     assert small.is_dir()
     admin.clear(large)
     assert neighbours.excess(ours, BUDGET) is None, "which helps"
+
+
+def test_a_budget_that_the_file_system_cannot_hold_is_told(ours, caplog):
+    free = shutil.disk_usage(ours).free
+    with caplog.at_level(logging.WARNING, "afterglow.store"):
+        assert neighbours.warn(ours, free // 2) is None
+        neighbours.warn(ours, 3 * free).join(20)
+    (said,) = [record.getMessage() for record in caplog.records if "--disk-cache" in record.getMessage()]
+    assert said.startswith(f"--disk-cache {format_size(3 * free)} is more than the ")
+    assert neighbours.lack(ours, 1000, free=0) is None, "what is there already counts as room"
+    assert neighbours.lack(ours, BUDGET, free=0)
 
 
 def test_another_server_has_a_budget_of_its_own(ours, tmp_path):

@@ -197,6 +197,14 @@ _WRONG = {
 }
 
 
+def _as_argument(option: str, context: Any) -> str | None:
+    """Say how a value is given that has an option in other programs, and is an argument here."""
+    for known in context.command.params:
+        if known.param_type_name == "argument" and option == f"--{known.name}":
+            return f"no such option: {option}; give its value alone: {context.command_path} {known.metavar}"
+    return None
+
+
 def usage_line(error: Any) -> str:
     """Write a mistake in the arguments as one line that names the value, its source, and where to read on."""
     message = str(error.format_message())
@@ -210,6 +218,8 @@ def usage_line(error: Any) -> str:
     context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
     if context is not None and parameter is not None and (given := given_in(context).source(parameter.name)):
         message = f"{given.where}: {reason.rstrip('.')}; {given.remedy}"
+    if context is not None and (advice := _as_argument(getattr(error, "option_name", ""), context)):
+        message = advice
     message = " ".join(message.split()).rstrip(".")
     if not message.startswith(NAMES):
         message = f"{message[:1].lower()}{message[1:]}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from afterglow.cli.terminal import progress
 from afterglow.config import PINNED, EngineConfig
-from afterglow.errors import AfterglowError, ConfigError, UserError
+from afterglow.errors import AfterglowError, ConfigError, ModelError, UserError
 from afterglow.library.embedder import load_embedder
 from afterglow.library.locate import ABOUT_BUNDLED, BUNDLED, find_embedding_model, find_model, model_name
 from afterglow.library.threads import set_up_threads
@@ -106,7 +106,7 @@ def loaded(found: FoundModel) -> Iterator[LoadedParts]:
 
     tokenizers = {found.server.served_model_name[0]: tokenizer}
     if found.server.embedding_model is not None:
-        folder, name = find_embedding_model(found.server.embedding_model)
+        folder, name = _find_beside(found.server.embedding_model)
         tokenizers[name] = Tokenizer(folder)
     engine = EngineProcess("afterglow.cli.engine_main", found)
     try:
@@ -169,10 +169,18 @@ def _beside(server: ServerConfig, config: EngineConfig) -> list[TextEmbedder]:
     """Load the model of --embedding-model before the other: it is the smaller one, and may be a mistake."""
     if server.embedding_model is None:
         return []
-    folder, name = find_embedding_model(server.embedding_model)
+    folder, name = _find_beside(server.embedding_model)
     if name in server.served_model_name:
         raise ConfigError(f"--embedding-model is called {name!r}, and so is the other model; use --served-model-name")
     return [_load(folder, name, server, config)]
+
+
+def _find_beside(model: str) -> tuple[Path, str]:
+    """Find the model of --embedding-model. Raises: ModelError, which names the option: the other model has none."""
+    try:
+        return find_embedding_model(model)
+    except ModelError as error:
+        raise ModelError(f"--embedding-model: {error}") from None
 
 
 def _load(

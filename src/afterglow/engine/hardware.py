@@ -83,6 +83,8 @@ def copy_rate(host: Tensor, device: torch.device) -> float:
 def use_threads(threads: int | None) -> None:
     """Compute with `threads` threads; None: as many as torch takes."""
     if threads is not None:
+        if threads > cores():
+            log.warning("--threads %d is more than the %d cores here: they will wait for each other", threads, cores())
         torch.set_num_threads(threads)
 
 

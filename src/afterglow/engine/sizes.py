@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from afterglow.choices import SizeOrAuto
-from afterglow.config import BLOCK_ROWS, DEVICE_CACHE, MAX_EXTENT_ROWS, EngineConfig, format_size
+from afterglow.config import BLOCK_ROWS, DEVICE_CACHE, MAX_EXTENT_ROWS, CacheConfig, EngineConfig, format_size
 from afterglow.engine.hardware import free_on
 from afterglow.engine.prefill_pass import LAYERS, MOST_RESULTS, ROWS
 from afterglow.engine.tee import FLUSH_ROWS
@@ -81,7 +81,7 @@ def sizes(config: EngineConfig, decoder: Decoder, layout: KVLayout) -> Sizes:
         context_bytes, row_bytes, fitted=decoder.device.type == "cuda" and cache.device_cache == "auto"
     )
     if cache.reuse:
-        _check_host(cache.host_cache, host_slots, block_bytes, device_rows)
+        _check_host(cache, host_slots, block_bytes, device_rows)
     return Sizes(
         context_bytes,
         int(budget * config.importance_share) if layout.probe_heads else 0,
@@ -203,10 +203,16 @@ def extent_bytes(disk_cache: int, namespace: Namespace, layout: KVLayout, rewrit
     """Compute the share of the disk budget that is left for extents.
 
     Stored conversations, copies of damaged catalogs, and a file that is being rewritten (`rewriting` bytes) take the rest.
+    Raises: ConfigError, if no extent had room even without damaged catalogs.
     """
     damaged = relic_bytes(namespace.catalog) + relic_bytes(namespace.path / CONVERSATIONS)
-    left = disk_cache - footprint(conversation_bytes(disk_cache)) - damaged - rewriting
-    return catalog.budget(max(0, left), layout.file_bytes(1))
+    left = disk_cache - footprint(conversation_bytes(disk_cache)) - rewriting
+    if catalog.budget(max(0, left), layout.file_bytes(1)) < layout.file_bytes(1):
+        raise ConfigError(
+            f"--disk-cache {format_size(disk_cache)} has no room for {BLOCK_ROWS} tokens of this model "
+            f"({format_size(layout.file_bytes(1))}) beside the catalog; give it more, or 0 for none"
+        )
+    return catalog.budget(max(0, left - damaged), layout.file_bytes(1))
 
 
 def rewriting_bytes(config: EngineConfig, layout: KVLayout) -> int:
@@ -260,17 +266,17 @@ def _device_rows(budget: int, row_bytes: int, *, fitted: bool) -> int:
     return rows
 
 
-def _check_host(budget: int, slots: int, block_bytes: int, device_rows: int) -> None:
+def _check_host(cache: CacheConfig, slots: int, block_bytes: int, device_rows: int) -> None:
     """Refuse a host tier that is too small: rows that are not saved there can be reused from nowhere."""
     if slots < MIN_HOST_SLOTS:
         raise ConfigError(
-            f"--host-cache {format_size(budget)} holds {slots} blocks of this model ({format_size(block_bytes)} each);"
+            f"--host-cache {format_size(cache.host_cache)} holds {slots} blocks of this model ({format_size(block_bytes)} each);"
             f" give it at least {format_size(MIN_HOST_SLOTS * block_bytes)}, or switch reuse off with --no-reuse"
         )
-    if slots * BLOCK_ROWS < device_rows:
+    if slots * BLOCK_ROWS < device_rows and not cache.disk_cache:
         log.info(
-            "--host-cache holds %d tokens and --device-cache %d: what leaves host for want of room leaves the device too,"
-            " unless there is a disk tier",
+            "--host-cache holds %d tokens and --device-cache %d, and there is no --disk-cache: what leaves host for want of room "
+            "leaves the device too",
             slots * BLOCK_ROWS,
             device_rows,
         )

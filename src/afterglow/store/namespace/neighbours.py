@@ -1,4 +1,5 @@
-"""Other caches in the same cache directory: of other models, or of the same with other number formats.
+"""The room for a cache: on its file system, and beside other caches in the same cache directory, of other models, or of the same with
+other number formats.
 
 A disk budget is one namespace's. The files of another model are never removed for it, because they may be wanted again
 tomorrow; but the log warns the operator, who has set the budget.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+import shutil
 import threading
 from pathlib import Path
 
@@ -39,18 +41,31 @@ def excess(path: Path, budget: int) -> str | None:
     )
 
 
+def lack(path: Path, budget: int, free: int) -> str | None:
+    """Return a warning if the namespace in the folder `path` cannot grow to `budget` bytes, where `free` are left."""
+    room = bytes_below(path) + free
+    if budget <= room:
+        return None
+    return (
+        f"--disk-cache {format_size(budget)} is more than the {format_size(room)} that the file system of {path.parent} has for it; when "
+        "that is full, no more rows are saved there"
+    )
+
+
 def warn(path: Path, budget: int) -> threading.Thread | None:
-    """Log the warning of `excess`, in a thread: a large cache has files beyond number. None: there are no other namespaces."""
+    """Log the warnings of `lack` and `excess`, in a thread: a large cache has files beyond number. None: there is nothing to count."""
 
     def work() -> None:
         try:
-            if (said := excess(path, budget)) is not None:
-                log.warning("%s", said)
+            for said in (lack(path, budget, free), excess(path, budget)):
+                if said is not None:
+                    log.warning("%s", said)
         except OSError as error:  # a look around is not worth more than a line
             log.info("what else is in %s cannot be counted: %s", path.parent, error.strerror)
 
     try:
-        if not others(path):
+        free = shutil.disk_usage(path).free
+        if budget <= free and not others(path):
             return None
     except OSError:
         return None

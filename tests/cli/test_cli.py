@@ -124,7 +124,6 @@ def test_flags_become_settings() -> None:
         (["serve", "/no/such/model"], 2, "there is no model '/no/such/model'"),
         (["serve", "--bogus"], 2, "no such option: --bogus"),
         (["serve", "--model", "x"], 2, "no such option: --model; give its value alone: afterglow serve MODEL"),
-        (["serve", "--threads", "2", "--prompt", "x"], 2, "no such option: --prompt"),
         (["serve", "--port", "70000"], 2, "--port must be between 0 and 65535, got 70000"),
         (
             ["serve", "--port", "many"],

@@ -280,3 +280,14 @@ def test_what_is_no_configuration_or_prompt_is_refused(model: LanguageModel) -> 
         load_model(config=CacheConfig())  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="token ids go into a Request"):
         model.generate([[1, 2, 3]])  # type: ignore[list-item]
+
+
+def test_a_reply_that_was_cut_off_goes_on_as_if_it_had_not_been(model: LanguageModel) -> None:
+    whole = model.chat(FACT, replace(GREEDY, max_tokens=12), salt="whole")
+    first = model.chat(FACT, replace(GREEDY, max_tokens=5), salt="cut")
+    model.engine.settle()
+    said = [*FACT, {"role": "assistant", "content": first.text}]
+    rest = model.chat(said, replace(GREEDY, max_tokens=7), salt="cut", continue_final_message=True)
+    assert (*first.tokens, *rest.tokens) == whole.tokens
+    assert first.text + rest.text == whole.text
+    assert rest.missed.tokens == 1, "the last token of the first part was never fed"

@@ -452,7 +452,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": said({**USE, "input": "{}"})}, "messages[1].content[0].input"),
     ({"messages": said(USE, USE)}, "messages[1].content[1].id"),
     ({"messages": said({"type": "thinking", "thinking": 5})}, "messages[1].content[0].thinking"),
-    ({"messages": said(TEXT)[:2]}, "messages[1]: the last message is the assistant's"),
+    ({"messages": said(USE)[:2]}, "messages[1]: a message with calls cannot be continued"),
+    ({"messages": said({"type": "thinking", "thinking": "x"})[:2]}, "messages[1] has no content"),
+    ({"messages": [*said(TEXT)[:2], *user()]}, "messages: the last message has no content"),
     (
         {"messages": [*said(USE)[:2], *user(*[{"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}])]},
         "messages[2].content[0].content[0] is of type 'image'",

@@ -94,15 +94,24 @@ class LanguageModel:
         salt: str = "",
         session_id: str | None = None,
         truncation: bool = False,
+        continue_final_message: bool = False,
     ) -> Completion:
         """Answer a conversation, given as messages with `role` and `content`. A model that thinks does so in `reasoning`, and a
         grammar holds for what follows.
 
         `salt`: cached tokens are only found under equal salts. `session_id`: a name under which the conversation can be
         listed, pinned and deleted. `truncation`: leave out the oldest turns of a conversation that outgrows the context.
-        Raises: RequestError.
+        `continue_final_message`: the last message is the assistant's, and the reply continues it. Raises: RequestError.
         """
-        reply = self.stream_chat(messages, sampling, stop=stop, salt=salt, session_id=session_id, truncation=truncation)
+        reply = self.stream_chat(
+            messages,
+            sampling,
+            stop=stop,
+            salt=salt,
+            session_id=session_id,
+            truncation=truncation,
+            continue_final_message=continue_final_message,
+        )
         deque(reply, maxlen=0)
         return reply.completion
 
@@ -115,6 +124,7 @@ class LanguageModel:
         salt: str = "",
         session_id: str | None = None,
         truncation: bool = False,
+        continue_final_message: bool = False,
     ) -> TextReply:
         """Answer a conversation as `chat` does; iterate over the result for the text as it is generated.
 
@@ -124,6 +134,7 @@ class LanguageModel:
         prompt = self.tokenizer.encode_chat(
             messages,
             salt=salt,
+            continue_final_message=continue_final_message,
             cut_over=self.window.longest(sampling.max_tokens) if truncation else None,
             window=None if truncation else self.window,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -23,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from afterglow.errors import ModelError, RequestError
 
 Message = Mapping[str, Any]
+CHANNEL = "<|channel|>"  # in templates of models that write each part of a reply to a channel (gpt-oss)
 
 HEAD = (
     "You may call one or more functions to assist with the user query.\n\n"
@@ -113,18 +115,38 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, object] | None = None,
     ) -> str:
         """Write a conversation. `variables` are further variables that the template may know (`enable_thinking`, ...).
+        `continue_final_message`: end with the content of the last message, and without a generation prompt.
 
         Raises: RequestError, for messages that the template refuses.
         """
+        if continue_final_message:
+            return self._render_open(messages, tools, variables)
         if not self.writes_tools:
             messages, tools = without_tools(messages, tools, self._knows_system), ()
         names: dict[str, object] = {"tools": list(tools) or None, "documents": None, **self._variables}
         names |= {**(variables or {}), "messages": messages, "add_generation_prompt": add_generation_prompt}
         used = bool(tools) or any("tool_calls" in message for message in messages)
         return (self._tools if used else self._plain).render(messages, names)
+
+    def _render_open(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, object] | None
+    ) -> str:
+        """Write a conversation up to the end of its last content. A mark shows where that is, and keeps white space before it,
+        which templates drop."""
+        if CHANNEL in self.source:
+            raise RequestError("this model writes replies in channels, and cannot continue one", param="messages")
+        mark = f"\ue000{secrets.token_hex(8)}\ue001"
+        *before, last = messages
+        marked = [*before, {**last, "content": last["content"] + mark}]
+        written = self.render(marked, tools=tools, add_generation_prompt=False, variables=variables)
+        text, found, _ = written.rpartition(mark)
+        if not found:
+            raise RequestError("this model's chat template leaves out the reply to continue", param="messages")
+        return text
 
     def knows_role(self, role: str) -> bool:
         """Check whether messages of a role show in what the template writes, or may: others would be lost without a word."""

@@ -192,6 +192,21 @@ def flatten_messages(messages: object, name: str = "messages") -> list[dict[str,
     return flat
 
 
+def check_begun(messages: Sequence[Mapping[str, Any]], where: str | None = None) -> None:
+    """Refuse a last message that no reply can go on from. `where`: its path. Raises: RequestError."""
+    last, where = messages[-1], where or f"messages[{len(messages) - 1}]"
+    if last["role"] != "assistant":
+        raise RequestError(
+            f"{where}: only an assistant's message can be continued, and the last one has the role {shown(last['role'])}; leave "
+            "continue_final_message out, or add the beginning of the reply",
+            param=where,
+        )
+    if last.get("tool_calls"):
+        raise RequestError(f"{where}: a message with calls cannot be continued; their results come next", param=where)
+    if not last["content"]:
+        raise RequestError(f"{where} has no content that a reply could continue", param=where)
+
+
 def _read_reasoning(message: dict[str, Any], where: str) -> None:
     """Check the reasoning of a message, which clients send back under one of two names, and keep it under the first."""
     found = ""

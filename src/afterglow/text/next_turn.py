@@ -99,9 +99,13 @@ def next_prompts(
     """
     computed = [*prompt.ids, *generated]
     found: list[list[int]] = []
+    before = list(prompt.asked.messages)
+    if prompt.asked.continues:
+        begun = before.pop()
+        content, reasoning = begun["content"] + content, begun.get("reasoning_content", "") + reasoning
     for message in _messages(prompt, content, calls, reasoning):
         try:
-            ids = tokenizer.encode_up_to(PLACE, [*prompt.asked.messages, message, *_following(calls)], prompt)
+            ids = tokenizer.encode_up_to(PLACE, [*before, message, *_following(calls)], prompt)
         except RequestError:  # a template with an order of roles that is not known here
             continue
         # The last token that was generated has no row yet.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from afterglow.choices import ReasoningParserName
 from afterglow.request import Content, Reasoning
+from afterglow.text.chat_template import CHANNEL
 from afterglow.text.tool_calls import harmony
 from afterglow.text.tool_calls.parts import Buffer
 
@@ -183,7 +184,7 @@ InGrammar = Callable[
 _TAGS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
 # In a chat template, the most telling first.
 _TELLING: tuple[tuple[str, ReasoningParserName], ...] = (
-    ("<|channel|>", "openai"),
+    (CHANNEL, "openai"),
     ("[THINK]", "mistral"),
     ("</think>", "think"),
     ("<think>", "think"),

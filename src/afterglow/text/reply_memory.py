@@ -20,7 +20,7 @@ import threading
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -33,17 +33,18 @@ _ENTRY = 64  # ids that take as much memory as a reply does besides its own: obj
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What a prompt was made of: messages as `flatten_messages` makes them, tools, variables of the template, and replies that
-    another store kept."""
+    another store kept. `continues`: the last message is a reply that goes on."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     variables: Mapping[str, object] | None = None
     replies: Mapping[int, Reply] = field(default_factory=dict)
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A rendered and tokenised conversation, up to and including the generation prompt."""
+    """A rendered and tokenised conversation, up to and including the generation prompt, or the beginning of a reply."""
 
     ids: list[int]
     text: str
@@ -58,6 +59,7 @@ class ChatPrompt:
     marks: tuple[
         int, ...
     ] = ()  # the rows up to the end of each marked block, 0 where that is not found; see `turns.py`
+    begun: Reply | None = None  # the reply that the prompt ends in, and that goes on
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class Reply:
 
     `end` is the special token after the ids, if it was generated too. The prompt is known by length and digest.
     `parts` is None where the ids decode to `text`. Otherwise the client got the reply in parts, of which `text` is the content and
-    `parts` names the rest: see `parts_digest`.
+    `parts` names the rest: see `parts_digest`. `begun`: what the client wrote before `text`; the prompt ends with it.
     """
 
     text: str
@@ -75,6 +77,16 @@ class Reply:
     prompt_chars: int
     prompt_digest: bytes
     parts: bytes | None = None
+    begun: str = ""
+
+    @classmethod
+    def begin(cls, content: str, prompt: str) -> Reply:
+        """Describe a reply that a client has begun. `prompt`: the text of the prompt, which ends with `content`."""
+        return cls("", array("I"), None, len(prompt), text_digest(prompt), begun=content)
+
+    def go_on(self, text: str, ids: Sequence[int], end: int | None, parts: bytes | None) -> Reply:
+        """Return this reply with what was generated behind it."""
+        return replace(self, text=self.text + text, ids=self.ids + array("I", ids), end=end, parts=parts)
 
     def as_json(self) -> dict[str, Any]:
         """Return everything but the text, for a store that keeps the text itself; `from_json` reads it."""
@@ -84,6 +96,7 @@ class Reply:
             "prompt_chars": self.prompt_chars,
             "prompt_digest": self.prompt_digest.hex(),
             **({"parts": self.parts.hex()} if self.parts is not None else {}),
+            **({"begun": self.begun} if self.begun else {}),
         }
 
     @classmethod
@@ -91,11 +104,12 @@ class Reply:
         """Make a reply of its text and of the rest, as `as_json` wrote it."""
         digest = bytes.fromhex(value["prompt_digest"])
         parts = bytes.fromhex(value["parts"]) if "parts" in value else None
-        return cls(text, array("I", value["ids"]), value["end"], value["prompt_chars"], digest, parts)
+        begun = value.get("begun", "")
+        return cls(text, array("I", value["ids"]), value["end"], value["prompt_chars"], digest, parts, begun)
 
     def answers(self, message: Mapping[str, Any]) -> bool:
         """Check whether a message is this reply, as the client got it."""
-        if self.text != message["content"]:
+        if self.begun + self.text != message["content"]:
             return False
         if self.parts is None:
             return "tool_calls" not in message and "reasoning_content" not in message
@@ -188,7 +202,8 @@ class ReplyMemory:
         parts: bytes | None = None,
     ) -> Reply:
         """Keep the reply to a prompt until `expires`, and the replies in the prompt at least as long."""
-        reply = Reply(text, array("I", ids), end, len(prompt.text), text_digest(prompt.text), parts)
+        begun = prompt.begun or Reply.begin("", prompt.text)
+        reply = begun.go_on(text, ids, end, parts)
         self.restore(prompt.chain, prompt.salt, reply, expires)
         with self._lock:
             for chain in prompt.known:
@@ -246,8 +261,8 @@ def splice(
     replies fit.
 
     `encode(start, stop, lead)` tokenises a part of the text, see `Markers.encode`. A reply fits if the text begins with
-    the very prompt that it answered, goes on with its text, and a special token follows. Tokenizers cut at special
-    tokens first, so the text before one does not change the ids after it. Of a reply that the client got in parts the
+    the very prompt that it answered, goes on with its text, and then ends, or a special token follows. Tokenizers cut at
+    special tokens first, so the text before one does not change the ids after it. Of a reply that the client got in parts the
     template writes another text: it ends at the character that stands beside the reply.
     """
     segments: list[Segment] = []
@@ -262,17 +277,18 @@ def splice(
     for reply, given in replies:
         start = reply.prompt_chars
         stop = start + len(reply.text) if given is None else given
-        if start < done or not start <= stop < len(text):
+        if start < done or not start <= stop <= len(text):
             continue
         if given is None and not text.startswith(reply.text, start):
             continue
         following = special_at(stop)
-        if following is None or text_digest(text[:start]) != reply.prompt_digest:
+        cut = following is not None or stop == len(text)
+        if not cut or text_digest(text[:start]) != reply.prompt_digest:
             continue
         tokenise(start)
         segments.append(Segment(start, stop, reply.ids.tolist(), whole=True))
         done, lead, used = stop, "", used + 1
-        if following == reply.end:
+        if following is not None and following == reply.end:
             lead = special_text(following)
             done += len(lead)
             segments.append(Segment(stop, done, [following], whole=True))

@@ -18,7 +18,7 @@ from afterglow.text import lengths
 from afterglow.text.chat_template import ChatTemplate, Message, shown
 from afterglow.text.detokenizer import IncrementalDecoder
 from afterglow.text.markers import Encoded, Markers, Rendered
-from afterglow.text.messages import flatten_messages, message_of
+from afterglow.text.messages import check_begun, flatten_messages, message_of
 from afterglow.text.reply_memory import (
     Asked,
     ChatPrompt,
@@ -130,6 +130,7 @@ class Tokenizer:
         salt: str = "",
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, object] | None = None,
         replies: Mapping[int, Reply] | None = None,
         cut_over: int | None = None,
@@ -141,13 +142,16 @@ class Tokenizer:
         `tools`: those that the model may call, as OpenAI describes them. `replies` are replies that another store kept, by
         the numbers of their messages. If the prompt has more than
         `cut_over` tokens, the rows at which turns begin are found as well. Text in a message that looks like a special
-        token remains text. `marks`: blocks whose last rows are wanted, see `ChatPrompt.marks`.
+        token remains text. `marks`: blocks whose last rows are wanted, see `ChatPrompt.marks`. `continue_final_message`: the last
+        message is the beginning of the reply, and the prompt ends with its content.
 
         Raises: RequestError, also for a prompt that is certainly longer than `window`: such a prompt is not tokenised.
         """
-        asked = Asked(flatten_messages(messages), tools, variables, replies or {})
+        asked = Asked(flatten_messages(messages), tools, variables, replies or {}, continue_final_message)
         self.check_roles(asked.messages)
-        write = partial(self._write, asked, add_generation_prompt)
+        if continue_final_message:
+            check_begun(asked.messages)
+        write = partial(self._write, asked, add_generation_prompt or continue_final_message)
         rendered = self.markers.render(lambda said, tools: write(said, tools=tools), asked.messages, tools)
         if window is not None:
             self.check_length(rendered.text, window, "messages")
@@ -187,7 +191,7 @@ class Tokenizer:
 
         Raises: RequestError.
         """
-        asked = replace(before.asked, messages=flatten_messages(messages))
+        asked = replace(before.asked, messages=flatten_messages(messages), continues=False)
         write = partial(self._write, asked, True)
         rendered = self.markers.render(lambda said, tools: write(said, tools=tools), asked.messages, asked.tools)
         at = rendered.text.rfind(place)
@@ -204,11 +208,18 @@ class Tokenizer:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Render messages, and the generation prompt. `tools`: instead of those of the request."""
+        """Render messages, and the generation prompt, or the last message without its end where that goes on. `tools`: instead of
+        those of the request."""
         tools = asked.tools if tools is None else tools
         template = self._template()
         return valid(
-            template.render(messages, tools=tools, add_generation_prompt=generation, variables=asked.variables)
+            template.render(
+                messages,
+                tools=tools,
+                add_generation_prompt=generation,
+                continue_final_message=generation and asked.continues,
+                variables=asked.variables,
+            )
         )
 
     def _encode(
@@ -223,12 +234,13 @@ class Tokenizer:
         by its first character."""
         flat = asked.messages
         *before, chain = chains(salt, flat, asked.tools)
+        begun = len(flat) - 1 if asked.continues else None
         known: dict[int, Reply] = {}
         names: list[bytes] = []
         for number, (message, key) in enumerate(zip(flat, before, strict=True)):
             if message["role"] == "assistant":
                 for reply in (self.replies.get(key), asked.replies.get(number)):
-                    if reply is not None and reply.answers(message):
+                    if reply is not None and reply.answers(message) and (reply.parts is None or number != begun):
                         known[number] = reply
                         names.append(key)
                         break
@@ -249,8 +261,13 @@ class Tokenizer:
             self._added.__getitem__,
         )
         ids = [token for segment in segments for token in segment.ids]
+        goes_on = None
+        if begun is not None:
+            spliced = begun in known and segments[-1].whole
+            goes_on = known[begun] if spliced else Reply.begin(flat[begun]["content"], rendered.text)
+            chain, num_replies = before[begun], num_replies - (not spliced)
         replies = (used, num_replies - used)
-        return ChatPrompt(ids, rendered.text, salt, chain, *replies, tuple(names), asked=asked), segments
+        return ChatPrompt(ids, rendered.text, salt, chain, *replies, tuple(names), asked=asked, begun=goes_on), segments
 
     def remember(
         self,

@@ -79,6 +79,7 @@ async def tokenize(http: HttpRequest) -> Response:
             body.messages,
             tools=body.tool_use.tools,
             add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
             variables=body.chat_template_kwargs,
         ).ids
 

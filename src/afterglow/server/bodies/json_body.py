@@ -51,7 +51,6 @@ NOT_SUPPORTED: Unused = {
     "web_search_options": (),
     "guided_json_object": (False,),
     "guided_whitespace_pattern": (),
-    "continue_final_message": (False,),
 }
 
 

@@ -16,7 +16,7 @@ from afterglow.request import MAX_BREAKPOINTS
 from afterglow.server.bodies.limits import MAX_MESSAGES, unsupported, wrong
 from afterglow.server.bodies.tool_fields import ToolUse, read_function, read_tools
 from afterglow.text.chat_template import shown, shown_kind
-from afterglow.text.messages import MAX_CALLS
+from afterglow.text.messages import MAX_CALLS, check_begun
 from afterglow.text.turns import BlockMark
 
 LIFETIMES = {"5m": 300.0, "1h": 3600.0}  # seconds
@@ -225,17 +225,13 @@ def read_messages(system: object, messages: object, marks: CacheMarks) -> list[d
     writer.system(system)
     for number, message in enumerate(messages):
         writer.message(message, f"messages[{number}]")
-    if messages[-1]["role"] == "assistant":
-        where = f"messages[{len(messages) - 1}]"
-        raise RequestError(
-            f"{where}: the last message is the assistant's, and this server does not go on with a reply that has begun; let a "
-            "user's message be the last",
-            param=where,
-            code="unsupported_parameter",
-        )
-    if not writer.messages or writer.messages[-1]["role"] == "assistant":
+    begun = messages[-1]["role"] == "assistant"  # the reply goes on from there
+    if not writer.messages or (writer.messages[-1]["role"] == "assistant") != begun:
         raise RequestError("messages: the last message has no content", param="messages")
-    return writer.finish()
+    found = writer.finish()
+    if begun:
+        check_begun(found, f"messages[{len(messages) - 1}]")
+    return found
 
 
 def last_block(messages: list[dict[str, Any]]) -> BlockMark:

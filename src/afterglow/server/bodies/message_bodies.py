@@ -56,6 +56,10 @@ class MessagesBody(Body):
         return self.max_tokens
 
     @property
+    def continues(self) -> bool:
+        return bool(self.messages[-1]["role"] == "assistant")
+
+    @property
     def stops(self) -> list[str]:
         return [*(self.stop_sequences or ()), *super().stops]
 

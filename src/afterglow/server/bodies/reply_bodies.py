@@ -48,6 +48,7 @@ OF_REPLIES: Unused = {  # what would change a reply, and is not supported
     "allowed_token_ids": ([],),
     "bad_words": ([], ""),
     "chat_template": ("",),
+    "continue_final_message": (False,),
     "detokenize": (True,),
     "documents": ([],),
     "dry_multiplier": (0,),
@@ -109,7 +110,8 @@ class Body(GrammarFields):
 
     @classmethod
     def refused(cls) -> Unused:
-        return {**NOT_SUPPORTED, **OF_REPLIES, **cls.unsupported}
+        refused = {**NOT_SUPPORTED, **OF_REPLIES, **cls.unsupported}
+        return {name: unused for name, unused in refused.items() if name not in cls.model_fields}
 
     def check(self) -> None:
         super().check()
@@ -138,6 +140,11 @@ class Body(GrammarFields):
     def replies_per_prompt(self) -> int:
         """Return the number of replies to each prompt."""
         return 1
+
+    @property
+    def continues(self) -> bool:
+        """Tell whether the last message is the beginning of the reply."""
+        return False
 
     @property
     def stops(self) -> list[str]:
@@ -275,9 +282,17 @@ class ChatBody(ChoicesBody):
     enable_thinking: bool | None = None
     include_reasoning: bool | None = True
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = False
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+
+    @property
+    def continues(self) -> bool:
+        last = self.messages[-1] if isinstance(self.messages, list) and self.messages else None
+        prefix = isinstance(last, dict) and last.get("prefix") is True  # as DeepSeek and Mistral have it
+        return prefix or bool(self.continue_final_message)
 
     @property
     def template_variables(self) -> Mapping[str, object] | None:
@@ -301,6 +316,11 @@ class ChatBody(ChoicesBody):
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
             raise wrong("top_logprobs", f"must be between 0 and {MAX_LOGPROBS}", self.top_logprobs)
         check_effort(self.reasoning_effort, "reasoning_effort")
+        if self.add_generation_prompt is not None and self.add_generation_prompt == self.continues:
+            raise RequestError(
+                "add_generation_prompt must be false where continue_final_message is true, and true otherwise; leave it out",
+                param="add_generation_prompt",
+            )
 
 
 class ResponseBody(Body):

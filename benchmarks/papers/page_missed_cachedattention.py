@@ -195,7 +195,7 @@ ENTRIES = (
             "Chunks carried to their slots one after the other instead of three side by side: 2,189 instead of 833 MB/s for whole extents of 1,024 rows (two full runs, one thread) on a processor whose writes past the cache are slow to several places in turn (Zen 3, AVX2). This is built.",
             "Writes: checksums of a piece beside the write of the one before, 10 to 17 % faster where a file has several pieces. This is built. Room for the whole file asked for first (`posix_fallocate`), and pieces above 4 MiB: no gain.",
         ),
-        "Another machine. On one with an Intel processor and another disk (commit c90bd80) reads came to 0.66 to 0.72 of the plain loop with 64 rows, 0.77 to 0.80 with 256, and 0.79 to 0.85 with 1,024, writes to 0.61 to 0.86. A disk that reports each request "
+        "Another machine. On one with an Intel processor and another disk (commit c90bd80) reads came to 0.66 to 0.72 of the plain loop with 64 rows, 0.77 to 0.80 with 256, and 0.79 to 0.85 with 1,024, writes to 0.61 to 0.86. On an AMD processor with AVX-512 (Zen 4, repeats 10 to 24 % apart, so not kept) reads came to 0.61 to 0.84, writes to 0.72 to 0.97. A disk that reports each request "
         "when it is done: these virtual ones report all at once, so that checksums cannot be computed meanwhile.",
         figures=_disk,
     ),

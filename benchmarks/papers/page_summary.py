@@ -105,13 +105,13 @@ def _cachedattention() -> tuple[str, str]:
     scale = read("scale")["rows"]
     evicting = scale[-1]["evict_ms"] / scale[0]["evict_ms"]
     held = scale[-1]["bytes_per_extent"] + scale[-1]["token_bytes_per_extent"]
-    small = [g["value"] for g in read("disk")["goals"] if "plain loop, 64 rows" in g["name"]]
+    files = [g["value"] for g in read("disk")["goals"] if "plain loop" in g["name"]]
     return (
         f"**CachedAttention held:** after five overflows of the window the kept cache costs {kept['MT-Bench-101']} of perplexity on dialogues and "
         f"{kept['Shakespeare']} on Shakespeare; rows with old positions cost factors of {old}. Look-ahead hits {percent(hits['lookahead'])} where LRU hits {percent(hits['lru'])}. The "
         f"first token from disk takes at most {disk:.2f} times its bound, and the choice between loading and computing at most {rates:.2f} times the better way.",
         f"**CachedAttention did not:** on WikiText-2 the kept cache costs {kept['WikiText-2']} (1 % wanted). Saving costs {_between((100 * (r - 1) for r in saved), '{:.1f}')} % of decoding "
-        f"(3 wanted). Files of 64 rows move at {_between(small, '{:.2f}')} of a plain loop's speed (0.8 wanted). An eviction among a million extents takes {evicting:.1f} times as long as among 10,000 (2 wanted), and an extent with its tokens {held:,.0f} bytes (1,024 wanted).",
+        f"(3 wanted). Files of extents move at {_between(files, '{:.2f}')} of a plain loop's speed (0.8 wanted). An eviction among a million extents takes {evicting:.1f} times as long as among 10,000 (2 wanted), and an extent with its tokens {held:,.0f} bytes (1,024 wanted).",
     )
 
 

@@ -284,10 +284,10 @@ def test_what_is_no_configuration_or_prompt_is_refused(model: LanguageModel) -> 
 
 def test_a_reply_that_was_cut_off_goes_on_as_if_it_had_not_been(model: LanguageModel) -> None:
     whole = model.chat(FACT, replace(GREEDY, max_tokens=12), salt="whole")
-    first = model.chat(FACT, replace(GREEDY, max_tokens=5), salt="cut")
+    first = model.chat(FACT, replace(GREEDY, max_tokens=3), salt="cut")
     model.engine.settle()
     said = [*FACT, {"role": "assistant", "content": first.text}]
-    rest = model.chat(said, replace(GREEDY, max_tokens=7), salt="cut", continue_final_message=True)
+    rest = model.chat(said, replace(GREEDY, max_tokens=9), salt="cut", continue_final_message=True)
     assert (*first.tokens, *rest.tokens) == whole.tokens
     assert first.text + rest.text == whole.text
     assert rest.missed.tokens == 1, "the last token of the first part was never fed"

@@ -87,8 +87,36 @@ def test_anthropics_last_message_may_be_the_assistants(server: Scripted) -> None
 def test_tokens_of_a_begun_reply_are_those_of_the_request(server: Scripted) -> None:
     server.say("")
     assert post(server, CHAT, messages=[ASK, BEGUN], continue_final_message=True).status_code == 200
-    found = post(server, "/tokenize", messages=[ASK, BEGUN], continue_final_message=True).json()
-    assert found["tokens"] == list(server.requests[-1].prompt)
+    wanted = list(server.requests[-1].prompt)
+    for last, fields in ((BEGUN, {"continue_final_message": True}), ({**BEGUN, "prefix": True}, {})):
+        assert post(server, "/tokenize", messages=[ASK, last], **fields).json()["tokens"] == wanted
+    counted = post(server, "/v1/messages/count_tokens", messages=[ASK, BEGUN]).json()
+    assert counted["input_tokens"] == len(wanted)
+
+
+def test_a_marked_beginning_and_a_forced_call(server: Scripted) -> None:
+    mark = {"type": "ephemeral"}
+    server.say(" is red.")
+    block = {"type": "text", "text": "The kite", "cache_control": mark}
+    answer = post(server, "/v1/messages", messages=[ASK, {"role": "assistant", "content": [block]}]).json()
+    usage = answer["usage"]
+    assert usage["cache_creation_input_tokens"] + usage["cache_read_input_tokens"] >= usage["input_tokens"]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    server.say('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
+    called = {"tools": [tool], "tool_choice": "required", "continue_final_message": True}
+    message = post(server, CHAT, messages=[ASK, BEGUN], **called).json()["choices"][0]["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
+
+
+def test_behind_a_registered_prompt_mistakes_have_the_clients_numbers(tmp_path: Path) -> None:
+    prompt = tmp_path / "system.txt"
+    prompt.write_text("Be brief.")
+    with scripted(tmp_path, system_prompt_file=prompt) as found:
+        answer = post(found, CHAT, messages=[ASK], continue_final_message=True)
+        assert answer.json()["error"]["param"] == "messages[0]"
+        found.say(" is red.")
+        assert content(post(found, CHAT, messages=[ASK, BEGUN], continue_final_message=True)) == " is red."
+        assert found.prompt().startswith("<|im_start|>system\nBe brief.")
 
 
 @pytest.mark.parametrize(
@@ -99,9 +127,10 @@ def test_tokens_of_a_begun_reply_are_those_of_the_request(server: Scripted) -> N
             CHAT,
             {"messages": [ASK, BEGUN], "continue_final_message": True, "add_generation_prompt": True},
             "add_generation_prompt",
-            "must be false where continue_final_message is true",
+            "must be false, or left out",
         ),
-        (CHAT, {"messages": [ASK], "add_generation_prompt": False}, "add_generation_prompt", "and true otherwise"),
+        (CHAT, {"messages": [ASK], "add_generation_prompt": False}, "add_generation_prompt", "is not supported"),
+        (CHAT, {"messages": [{**ASK, "prefix": True}]}, "messages[0]", "continue_final_message (or prefix)"),
         ("/tokenize", {"prompt": "a", "continue_final_message": True}, "continue_final_message", "needs messages"),
         ("/v1/completions", {"prompt": "a", "continue_final_message": True}, "continue_final_message", "not supported"),
         ("/v1/responses", {"input": "a", "continue_final_message": True}, "continue_final_message", "not supported"),
@@ -114,11 +143,21 @@ def test_mistakes_are_named(server: Scripted, path: str, body: dict[str, Any], p
     assert says in error["message"]
 
 
-def test_a_model_that_thinks_goes_on_with_its_answer(tmp_path: Path) -> None:
-    """The template closes the reasoning before the content; what follows is content."""
-    template, specials, eos, _ = kit.FORMATS["qwen"]
-    with scripted(tmp_path, template, specials, eos) as found:
-        found.say(" is red.")
-        answer = post(found, CHAT, messages=[ASK, BEGUN], continue_final_message=True)
-        assert content(answer) == " is red."
-        assert found.prompt().endswith("The kite")
+@pytest.mark.parametrize(
+    ("form", "begun", "reply", "reasoning", "answer"),
+    [
+        ("r1", "<think>\nLet me", " see.\n</think>\n\nRed.", "see.", "Red."),
+        ("qwen", "<think>\nHm.\n</think>\n\nThe", " kite.", None, " kite."),
+        ("qwen", "Thoughts begin with ", "<think> and end.", None, "<think> and end."),
+    ],
+)
+def test_reasoning_goes_on_where_the_beginning_ends_in_it(
+    tmp_path: Path, form: str, begun: str, reply: str, reasoning: str | None, answer: str
+) -> None:
+    template, _, eos, _ = kit.FORMATS[form]
+    with scripted(tmp_path, template, (), eos) as found:
+        found.say(reply)
+        messages = [ASK, {"role": "assistant", "content": begun}]
+        got = post(found, CHAT, messages=messages, continue_final_message=True).json()["choices"][0]["message"]
+        assert (got.get("reasoning_content"), got["content"]) == (reasoning, answer)
+        assert found.prompt().endswith(begun)

@@ -14,6 +14,7 @@ import pytest
 from afterglow.errors import StoreError
 from afterglow.store.database import conversations
 from afterglow.store.database.conversations import FILE, Conversations, erase
+from tests.damage import flip_text
 
 
 class Clock:
@@ -240,3 +241,33 @@ def test_closed_and_erased(kept: Conversations, tmp_path: Path) -> None:
         kept.get("r1", "a")
     erase(tmp_path)
     assert list(tmp_path.glob("*")) == []
+
+
+PLACES = range(7)  # of one name in the file: in both tables, in their indices, and within texts
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("place", PLACES)
+def test_an_id_that_is_damaged_does_not_stop_the_sweep(tmp_path: Path, clock: Clock, place: int) -> None:
+    """The row is read, and not found to be deleted: once that went on for ever, at every start."""
+    with closing(Conversations(tmp_path, ttl_s=100, clock=clock)) as store:
+        add(store, "an-id-that-is-long", text="x")
+    flip_text(tmp_path / FILE, b"an-id-that-is-long", place)
+    clock.now += 200
+    with closing(Conversations(tmp_path, ttl_s=100, clock=clock)) as store:
+        add(store, "r2")
+        assert said(store, "r2") == ["r2"]
+        assert store.count("a")[0] == 1
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_conversation_that_is_damaged_gives_its_room_back(tmp_path: Path, clock: Clock, place: int) -> None:
+    with closing(Conversations(tmp_path, max_bytes=600_000, clock=clock)) as store:
+        add(store, "first-of-all-conversations", text="x" * 50_000)
+    flip_text(tmp_path / FILE, b"first-of-all-conversations", place)
+    with closing(Conversations(tmp_path, max_bytes=600_000, clock=clock)) as store:
+        for number in range(24):
+            clock.now += 1
+            add(store, f"r{number}", text="x" * 50_000)
+        assert said(store, "r23") == ["x" * 50_000]

@@ -99,13 +99,46 @@ def test_a_head_with_anything_behind_its_tensor_table_is_refused():
     raw, _ = head_of(ALIGNED, 65)
     end = 8 + int.from_bytes(raw[:8], "little")
     assert raw[end - 1 :][:1] == b" "
+    changed = signed(raw[: end - 1] + b"}" + raw[end:])
+    with pytest.raises(DamageError, match="layout"):
+        decode_head(changed, ALIGNED, DIGEST)
+
+
+def signed(raw):
+    """Give the head of a file, changed by hand, its right checksum."""
     changed = bytearray(raw)
-    changed[end - 1 : end] = b"}"
     crc_at = raw.index(b"head_crc32c") + len(b'head_crc32c":"')
     changed[crc_at : crc_at + 8] = b"0" * 8
     changed[crc_at : crc_at + 8] = b"%08x" % crc32c(bytes(changed))
-    with pytest.raises(DamageError, match="layout"):
-        decode_head(bytes(changed), ALIGNED, DIGEST)
+    return bytes(changed)
+
+
+def with_metadata(raw, old, new):
+    """Put other bytes into the metadata of a head, and its right checksum."""
+    end = 8 + int.from_bytes(raw[:8], "little")
+    text = raw[8:end].rstrip(b" ")
+    assert text.count(old) == 1
+    return signed(raw[:8] + text.replace(old, new).ljust(end - 8) + raw[end:])
+
+
+MADE = [  # by others, with a right checksum
+    (b'"parent_rows":"0"', b'"parent_rows":"x"'),
+    (b'"parent_rows":"0"', b'"parent_rows":"-1"'),
+    (b'"parent_rows":"0"', b'"parents":"0"'),
+    (b'"salt":"s"', b'"salt":7'),
+    (b'"salt":"s"', b'"salt":"\xff"'),
+    (b'"salt":"s"', b'"salt":' + b"[" * 900),
+    (b'"kind":"exact"', b'"expires":"nan","kind":"exact"'),
+    (b'"kind":"exact"', b'"kind":["exact"]'),
+    (b'"format":', b"format:"),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), MADE)
+def test_metadata_that_others_have_made_is_damage(old, new):
+    raw, _ = head_of(ALIGNED, 65)
+    with pytest.raises(DamageError, match="metadata"):
+        decode_head(with_metadata(raw, old, new), ALIGNED, DIGEST)
 
 
 def test_names_that_do_not_fit_are_refused():

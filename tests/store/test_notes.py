@@ -157,6 +157,21 @@ def test_a_table_of_another_shape_is_a_damaged_catalog(tmp_path):
         assert kit.store.notes("reply") == {"a": "1"}
 
 
+def test_a_table_that_has_anothers_rows_is_a_damaged_catalog(tmp_path):
+    """One byte of the schema: where the table of notes begins."""
+    with Kit(tmp_path) as kit:
+        kit.put(1, 64, (0,))
+        path = kit.path
+    root = "(SELECT rootpage FROM sqlite_master WHERE name = 'extents')"
+    with contextlib.closing(sqlite3.connect(path / "catalog.sqlite")) as db:
+        db.execute("PRAGMA writable_schema = ON")
+        db.execute(f"UPDATE sqlite_master SET rootpage = {root} WHERE name = 'notes'")
+        db.commit()
+    with Kit(tmp_path) as kit:
+        assert kit.store.stats().catalog_rebuilds == 1
+        assert [record.id for record in kit.store.records()] == [extent_name(1)]
+
+
 def test_the_oldest_of_a_kind_go_first(tmp_path):
     most = notes.NOTES_MOST
     assert most == 65_536

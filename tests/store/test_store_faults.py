@@ -20,9 +20,12 @@ from afterglow.plan.step import Drop, Load, MoveDone
 from afterglow.store import admin
 from afterglow.store.database import rows as catalog_rows
 from afterglow.store.extents import pieces
+from afterglow.store.extents.head import peek_rows
 from afterglow.store.namespace.namespace import Namespace
 from tests import doors
+from tests.damage import flip_text
 from tests.store.store_kit import ALIGNED, DIGEST, Kit, contents, extent_name, limit_reads, name_of, patch_reads
+from tests.store.test_extent_format import MADE, with_metadata
 from tests.waiting import wait_for
 
 _libc = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
@@ -447,6 +450,35 @@ def test_a_damaged_row_is_read_from_its_extent(tmp_path, change):
         check_all(kit, wanted)
     with Kit(tmp_path) as kit:
         assert len(kit.store.records()) == 4
+
+
+@pytest.mark.parametrize(("old", "new"), MADE)
+def test_an_extent_with_odd_metadata_does_not_stop_a_rebuild(tmp_path, old, new):
+    """Its checksum is right, so nobody but another program has made it."""
+    path, _ = fill(tmp_path)
+    with Kit(tmp_path) as kit:
+        file = kit.file(0)
+    raw = file.read_bytes()
+    size = ALIGNED.head_bytes(peek_rows(raw))
+    file.write_bytes(with_metadata(raw[:size], old, new) + raw[size:])
+    path.write_bytes(b"")
+    kinds = [problem.kind for problem in admin.check(path.parent, name_of=name_of).problems]
+    assert sorted(kinds) == ["catalog", "damaged"]
+    with Kit(tmp_path) as kit:
+        assert sorted(record.id for record in kit.store.records()) == sorted(extent_name(n) for n in range(1, 4))
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_row_whose_id_is_damaged_goes(tmp_path, place):
+    path, _ = fill(tmp_path)
+    flip_text(path, extent_name(0).encode(), place)
+    for _ in range(2):
+        with Kit(tmp_path):
+            pass
+        with contextlib.closing(sqlite3.connect(path)) as db:
+            ids = [row[0] for row in db.execute("SELECT id FROM extents NOT INDEXED")]
+    assert set(ids) <= {extent_name(n) for n in range(4)}
+    assert len(ids) == len(set(ids))
 
 
 def test_a_catalog_that_cannot_be_written_fails_the_store(tmp_path, monkeypatch):

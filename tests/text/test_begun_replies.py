@@ -10,6 +10,7 @@ import pytest
 from afterglow.errors import RequestError
 from afterglow.text import Reply, Tokenizer
 from afterglow.text.next_turn import next_prompts
+from afterglow.text.turns import BlockMark
 from tests import reasoning_templates, scripted_model
 from tests.text import toys
 from tests.text.test_reply_memory import NEXT, USER, end_of, odd_ids
@@ -81,6 +82,48 @@ def test_a_reply_that_a_client_has_changed_is_tokenised_anew(byte_level: Tokeniz
     assert got.ids == byte_level.encode(got.text)
 
 
+def test_a_marker_that_two_parts_write_together_is_text_once(byte_level: Tokenizer) -> None:
+    begun = {"role": "assistant", "content": "Write <|im_"}
+    prompt = byte_level.encode_chat([USER, begun], salt="marker", continue_final_message=True)
+    assert byte_level.remember(prompt, "end|> now", odd_ids(byte_level, "end|> now"))
+    whole = {"role": "assistant", "content": "Write <|im_end|> now"}
+    got = byte_level.encode_chat([USER, whole, NEXT], salt="marker")
+    assert byte_level.decode(got.ids, False) == got.text
+    assert got.ids.count(end_of(byte_level)) == 3, "the ends of three messages"
+
+
+@pytest.mark.parametrize(("template", "spliced"), [(reasoning_templates.QWEN, 0), (reasoning_templates.KEPT, 1)])
+def test_a_reply_with_reasoning_goes_on_from_its_own_ids(tmp_path: Path, template: str, spliced: int) -> None:
+    """Later the template may leave the reasoning out, and the ids would say more than it does."""
+    tokenizer = Tokenizer(toys.byte_level(tmp_path, template=template))
+    first = tokenizer.encode_chat([USER])
+    gap = "\n\n" if template is reasoning_templates.QWEN else "\n"
+    text = f"<think>\nHm.\n</think>{gap}The kite"
+    generated = odd_ids(tokenizer, text)
+    assert tokenizer.remember(first, text, generated, content="The kite", reasoning="Hm.")
+    begun = {**BEGUN, "reasoning_content": "Hm."}
+    second = tokenizer.encode_chat([USER, begun], continue_final_message=True)
+    assert second.ids == [*first.ids, *generated]
+    more = odd_ids(tokenizer, " is red")
+    assert tokenizer.remember(second, " is red", more, content=" is red")
+    whole = {**begun, "content": "The kite is red"}
+    third = tokenizer.encode_chat([USER, whole, NEXT])
+    assert third.spliced == spliced
+    if spliced:
+        assert third.ids[: len(second.ids) + len(more)] == [*second.ids, *more]
+    assert tokenizer.remember(second, " is", more, content=" is", reasoning="Hm again.") is None
+
+
+def test_a_beginning_with_reasoning_comes_back_with_the_reply(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(toys.byte_level(tmp_path, template=reasoning_templates.KEPT))
+    begun = {**BEGUN, "reasoning_content": "Hm."}
+    prompt = tokenizer.encode_chat([USER, begun], continue_final_message=True)
+    generated = odd_ids(tokenizer, " is red")
+    assert tokenizer.remember(prompt, " is red", generated, content=" is red")
+    got = tokenizer.encode_chat([USER, {**begun, "content": "The kite is red"}, NEXT])
+    assert (got.spliced, got.ids[: len(prompt.ids) + len(generated)]) == (1, [*prompt.ids, *generated])
+
+
 def test_turns_and_marks_are_those_of_the_prompt(byte_level: Tokenizer) -> None:
     said = [USER, {"role": "assistant", "content": "Red."}, NEXT, BEGUN]
     got = byte_level.encode_chat(said, continue_final_message=True, cut_over=0)
@@ -88,6 +131,10 @@ def test_turns_and_marks_are_those_of_the_prompt(byte_level: Tokenizer) -> None:
     assert len(got.turns) == 2
     tail = byte_level.decode(got.ids[got.turns[1] :], False)
     assert tail == byte_level.encode_chat([NEXT, BEGUN], continue_final_message=True).text
+    marked = byte_level.encode_chat(said, continue_final_message=True, marks=[BlockMark(2), BlockMark(3, 3)])
+    ends = [byte_level.decode(marked.ids[:rows], False) for rows in marked.marks]
+    assert ends[0].endswith("Why?<|im_end|>\n")
+    assert ends[1].endswith("assistant\nThe")
 
 
 def test_the_next_turn_has_the_whole_reply(tmp_path: Path) -> None:
@@ -116,10 +163,12 @@ def test_what_cannot_go_on_is_refused(byte_level: Tokenizer, messages: list[dict
 def test_templates_that_cannot_end_in_a_reply_are_told(tmp_path: Path) -> None:
     for number, (template, says) in enumerate(
         [
-            ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "leaves out the reply"),
+            ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "leaves out a part"),
+            (reasoning_templates.R1, r"leaves out a part of the message to continue \(thoughts, say\)"),
             (reasoning_templates.HARMONY, "in channels"),
         ]
     ):
         tokenizer = Tokenizer(toys.byte_level(tmp_path / str(number), template=template))
+        begun = {"role": "assistant", "content": "<think>\nShort.\n</think>\n\nThe kite"}
         with pytest.raises(RequestError, match=says):
-            tokenizer.encode_chat([USER, BEGUN], continue_final_message=True)
+            tokenizer.encode_chat([USER, begun], continue_final_message=True)

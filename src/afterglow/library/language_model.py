@@ -139,7 +139,8 @@ class LanguageModel:
             window=None if truncation else self.window,
         )
         if sampling.grammar is not None and self._reasoning is not None:
-            before = self._reasoning.before_grammar(prompt.text, self.tokenizer.in_grammar, headed=False)
+            mark, begun = self.tokenizer.in_grammar, prompt.beginning
+            before = self._reasoning.before_grammar(prompt.text, mark, headed=False, beginning=begun)
             sampling = replace(sampling, grammar=replace(sampling.grammar, before=before))
         request = Request(
             uuid.uuid4().hex,

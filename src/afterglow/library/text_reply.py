@@ -54,7 +54,7 @@ class TextReply:
             skip_special_tokens=told is None or not told.special,
             min_tokens=request.sampling.min_tokens,
             parser=HarmonyParser({}) if told is not None and told.name == "openai" else None,
-            splitter=told.splitter(chat.text) if told is not None and chat is not None else None,
+            splitter=told.splitter(chat.text, chat.beginning) if told is not None and chat is not None else None,
         )
         self._thinks = told is not None
         self._logprobs: list[TokenLogprob] = []
@@ -166,8 +166,10 @@ def generated(engine: Engine, replies: Sequence[TextReply]) -> Generator[tuple[T
 
 def expected_turn(tokenizer: Tokenizer, prompt: ChatPrompt, request: Request, reply: Assembler) -> list[Request]:
     """List the prompts that may begin the next turn after a reply, as far as they part from what was computed for it: an idle
-    engine computes them. None where the prompt was truncated, or the reply was cut off before its answer."""
+    engine computes them. None where the prompt was truncated, where the reply was cut off before its answer, or where it went on within
+    reasoning: the client's next message does not show then which part that was."""
     cut = reply.finish == "length" and not (reply.content or reply.calls)
+    cut = cut or (prompt.asked.continues and bool(reply.reasoning))
     if cut or reply.truncation is not None or reply.finish is None:
         return []
     found = next_prompts(tokenizer, prompt, reply.tokens, reply.content, reply.calls, reply.reasoning)

@@ -126,14 +126,16 @@ class State:
         """Make what finds the reasoning in one reply; None where there is none, or where the parser of calls finds it."""
         if self.reasoning is None or chat is None or (use.parsed and self.tool_format.name == "response_template"):
             return None
-        return self.reasoning.splitter(chat.text)
+        return self.reasoning.splitter(chat.text, chat.beginning)
 
     def tool_parser(self, use: ToolUse, chat: ChatPrompt | None) -> ReplyParser | None:
         """Make the parser for one reply; None where there is nothing to look for in the text."""
         channels = chat is not None and self.reasoning is not None and self.reasoning.name == "openai"
         if not use.parsed:
             return HarmonyParser({}) if channels else None
-        return self.tool_format.parser(use.schemas, chat.text if chat is not None else "", one_call=not use.parallel)
+        # What the text before a begun reply opens, the reply's beginning may have closed.
+        prompt = chat.text if chat is not None and not chat.beginning else ""
+        return self.tool_format.parser(use.schemas, prompt, one_call=not use.parallel)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -144,8 +144,11 @@ class ChatTemplate:
         marked = [*before, {**last, "content": last["content"] + mark}]
         written = self.render(marked, tools=tools, add_generation_prompt=False, variables=variables)
         text, found, _ = written.rpartition(mark)
-        if not found:
-            raise RequestError("this model's chat template leaves out the reply to continue", param="messages")
+        if not found or not text.rstrip().endswith(last["content"].strip()):
+            raise RequestError(
+                "this model's chat template leaves out a part of the message to continue (thoughts, say)",
+                param="messages",
+            )
         return text
 
     def knows_role(self, role: str) -> bool:

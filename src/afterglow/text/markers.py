@@ -37,6 +37,10 @@ class Rendered:
     text: str
     literals: tuple[tuple[int, int], ...] = ()
 
+    def in_literal(self, char: int) -> bool:
+        """Check whether a character lies inside of such a span, and not at its beginning."""
+        return any(start < char < stop for start, stop in self.literals)
+
 
 @dataclass(frozen=True, slots=True)
 class Encoded:

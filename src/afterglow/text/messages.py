@@ -198,7 +198,7 @@ def check_begun(messages: Sequence[Mapping[str, Any]], where: str | None = None)
     if last["role"] != "assistant":
         raise RequestError(
             f"{where}: only an assistant's message can be continued, and the last one has the role {shown(last['role'])}; leave "
-            "continue_final_message out, or add the beginning of the reply",
+            "continue_final_message (or prefix) out, or add the beginning of the reply",
             param=where,
         )
     if last.get("tool_calls"):

@@ -198,24 +198,28 @@ class ReasoningFormat:
     name: ReasoningParserName
     special: bool
 
-    def splitter(self, prompt: str) -> Splitter | None:
-        """Make a splitter for one reply to a prompt; None where the prompt says that there is no reasoning."""
+    def splitter(self, prompt: str, beginning: str = "") -> Splitter | None:
+        """Make a splitter for one reply to a prompt; None where the prompt says that there is no reasoning. `beginning`: the content
+        that the reply goes on from, with which the prompt ends; it may end within reasoning."""
         if self.name == "openai":
             return ChannelSplitter()
         start, stop = _TAGS[self.name]
+        if beginning:
+            end = prompt[-len(beginning) - 256 :]
+            return TagSplitter(start, stop, opened=True) if end.rfind(start) > end.rfind(stop) else None
         prompt = prompt[-256:].rstrip()
         return None if prompt.endswith(stop) else TagSplitter(start, stop, opened=prompt.endswith(start))
 
-    def before_grammar(self, prompt: str, mark: InGrammar, *, headed: bool) -> str:
+    def before_grammar(self, prompt: str, mark: InGrammar, *, headed: bool, beginning: str = "") -> str:
         """Write the Lark grammar of a reply to a prompt, of which a part named `@answer` follows a grammar of its own: what
-        comes behind the reasoning. `headed`: that grammar begins with the header of a message. Empty where the reply has no
-        reasoning."""
+        comes behind the reasoning. `headed`: that grammar begins with the header of a message. `beginning`: see `splitter`. Empty
+        where the reply has no reasoning."""
         if self.name == "openai":
             channel, message = mark("<|channel|>"), mark("<|message|>")
             ended = f'{mark("<|end|>")} {mark("<|start|>")} "assistant"'
             head = "" if headed else f'{channel} "final" {message} '
             return f'start: thought* {head}@answer\nthought: {channel} "analysis" {message} /(?s:.*)/ {ended}\n'
-        if (splitter := self.splitter(prompt)) is None:
+        if (splitter := self.splitter(prompt, beginning)) is None:
             return ""
         start, stop = map(mark, _TAGS[self.name])
         if stop.startswith("<["):

@@ -61,6 +61,11 @@ class ChatPrompt:
     ] = ()  # the rows up to the end of each marked block, 0 where that is not found; see `turns.py`
     begun: Reply | None = None  # the reply that the prompt ends in, and that goes on
 
+    @property
+    def beginning(self) -> str:
+        """Return the content that the reply goes on from; empty for a new reply."""
+        return self.begun.begun + self.begun.text if self.begun is not None else ""
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:
@@ -328,24 +333,28 @@ def place_replies(
     text: str,
     ends_of: Callable[[Reply], Sequence[str]],
     marker_at: Callable[[int], int | None],
+    begun: int | None = None,
 ) -> list[tuple[Reply, int | None]]:
     """Pair the known replies (by number of their message) with the character of `text` at which they end, or None where the
     reply's own text says that. Replies whose end is not found are left out.
 
-    `ends_of`: the markers that may end a reply, the likeliest first. `marker_at` a character: the marker that begins there.
+    `ends_of`: the markers that may end a reply, the likeliest first. `marker_at` a character: the marker that begins there. `begun`: the
+    number of a reply that goes on; the text ends with it.
     """
-    parted = [number for number, reply in known.items() if reply.parts is not None]
+    parted = [number for number, reply in known.items() if reply.parts is not None and number != begun]
     borders = dict(zip(parted, _borders(write, messages, text, parted), strict=False)) if parted else {}
     placed: list[tuple[Reply, int | None]] = []
     for number, reply in known.items():
         if reply.parts is None:
             placed.append((reply, None))
-        elif number in borders:
-            span = (reply.prompt_chars, borders[number])
-            found = (_last_marker(text, span, end, marker_at) for end in ends_of(reply))
-            stop = next((place for place in found if place is not None), None)
+        elif number in borders or number == begun:
+            stop: int | None = len(text)
+            if number != begun:
+                span = (reply.prompt_chars, borders[number])
+                found = (_last_marker(text, span, end, marker_at) for end in ends_of(reply))
+                stop = next((place for place in found if place is not None), None)
             # A template may leave old reasoning out: then the generated ids say more than the template does.
-            thought = messages[number].get("reasoning_content", "")
+            thought = "" if reply.begun else messages[number].get("reasoning_content", "")
             if stop is not None and text.find(thought, reply.prompt_chars, stop) >= 0:
                 placed.append((reply, stop))
     return placed

@@ -210,17 +210,14 @@ class Tokenizer:
     ) -> str:
         """Render messages, and the generation prompt, or the last message without its end where that goes on. `tools`: instead of
         those of the request."""
-        tools = asked.tools if tools is None else tools
-        template = self._template()
-        return valid(
-            template.render(
-                messages,
-                tools=tools,
-                add_generation_prompt=generation,
-                continue_final_message=generation and asked.continues,
-                variables=asked.variables,
-            )
+        text = self._template().render(
+            messages,
+            tools=asked.tools if tools is None else tools,
+            add_generation_prompt=generation,
+            continue_final_message=generation and asked.continues,
+            variables=asked.variables,
         )
+        return valid(text)
 
     def _encode(
         self,
@@ -235,15 +232,13 @@ class Tokenizer:
         flat = asked.messages
         *before, chain = chains(salt, flat, asked.tools)
         begun = len(flat) - 1 if asked.continues else None
-        known: dict[int, Reply] = {}
-        names: list[bytes] = []
-        for number, (message, key) in enumerate(zip(flat, before, strict=True)):
-            if message["role"] == "assistant":
-                for reply in (self.replies.get(key), asked.replies.get(number)):
-                    if reply is not None and reply.answers(message) and (reply.parts is None or number != begun):
-                        known[number] = reply
-                        names.append(key)
-                        break
+        known = {
+            number: reply
+            for number, (message, key) in enumerate(zip(flat, before, strict=True))
+            if message["role"] == "assistant"
+            for reply in (asked.replies.get(number), self.replies.get(key))  # the last one counts
+            if reply is not None and reply.answers(message) and not rendered.in_literal(reply.prompt_chars)
+        }
 
         def encode(start: int, stop: int, lead: str) -> list[int]:
             found = self.markers.encode(rendered, start, stop, lead)
@@ -255,7 +250,7 @@ class Tokenizer:
         num_replies = sum(message["role"] == "assistant" for message in flat)
         segments, used = splice(
             rendered.text,
-            place_replies(known, write, flat, rendered.text, self._ends_of, marker_at),
+            place_replies(known, write, flat, rendered.text, self._ends_of, marker_at, begun),
             encode,
             marker_at,
             self._added.__getitem__,
@@ -266,8 +261,8 @@ class Tokenizer:
             spliced = begun in known and segments[-1].whole
             goes_on = known[begun] if spliced else Reply.begin(flat[begun]["content"], rendered.text)
             chain, num_replies = before[begun], num_replies - (not spliced)
-        replies = (used, num_replies - used)
-        return ChatPrompt(ids, rendered.text, salt, chain, *replies, tuple(names), asked=asked, begun=goes_on), segments
+        replies, names = (used, num_replies - used), tuple(before[number] for number in known)
+        return ChatPrompt(ids, rendered.text, salt, chain, *replies, names, asked=asked, begun=goes_on), segments
 
     def remember(
         self,
@@ -282,13 +277,18 @@ class Tokenizer:
         """Keep the ids of a reply whose text the client got, and the replies before it, until `expires` at least.
 
         `content`, `calls` and `reasoning`: what the client got instead of `text`, where that is something else. Returns None if no prefix
-        of the ids decodes to the text (a stop string that ends within a token, hidden special tokens)."""
+        of the ids decodes to the text (a stop string that ends within a token, hidden special tokens), or if a reply that went on
+        has further reasoning."""
+        if prompt.asked.continues:
+            if reasoning:
+                return None
+            reasoning = prompt.asked.messages[-1].get("reasoning_content", "")
         count = self._matching(prompt.ids, text, generated)
         if count is None:
             return None
         rest = generated[count:]
         end = rest[0] if rest and self._added.get(rest[0]) in self._special else None
-        if content is None or (content == text and not calls):
+        if content is None or (content == text and not calls and not reasoning):
             return self.replies.put(prompt, text, generated[:count], end, expires)
         parts = parts_digest(message_of(content, calls, reasoning))
         return self.replies.put(prompt, content, generated[:count], end, expires, parts)

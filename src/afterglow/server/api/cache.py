@@ -148,7 +148,7 @@ async def cache_stats(http: HttpRequest) -> Response:
 async def reset_prefix_cache(http: HttpRequest) -> Response:
     """Clear the cache. Admins clear the caches of all tenants; other keys clear everything that was ever stored under
     them. Without keys, a salt is its client's secret, and only the given one is cleared. Tenants' registered prompts
-    and stored responses go too; the operator's prompt stays."""
+    go too; the operator's prompt stays, and so do responses that `/v1/responses` has stored."""
     state, record, salt = _context(http)
     admin, tenant = record.caller.admin, record.caller.tenant
     whose = {} if admin else {"tenant": tenant} if tenant else {"salt": salt}

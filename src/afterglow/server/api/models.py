@@ -78,8 +78,8 @@ async def tokenize(http: HttpRequest) -> Response:
         return state.tokenizer.encode_chat(
             body.messages,
             tools=body.tool_use.tools,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
             variables=body.chat_template_kwargs,
         ).ids
 

@@ -7,7 +7,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 from pydantic_core import PydanticCustomError
@@ -88,6 +88,22 @@ def check_session(name: str | None) -> None:
         raise RequestError(
             f"session_id must be 1 to {MAX_SESSION_NAME} printable characters, got {name[:80]!r}", param="session_id"
         )
+
+
+def read_begun(messages: Any, continues: bool | None, generation_prompt: bool | None) -> tuple[Any, bool]:
+    """Tell whether the last message is the beginning of the reply: by `continue_final_message`, or by the message's own `prefix`, as
+    DeepSeek and Mistral have it, which is taken out of the messages. Raises: RequestError."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if isinstance(last, dict) and last.get("prefix") is True:
+        continues = True
+        messages = [*messages[:-1], {name: value for name, value in last.items() if name != "prefix"}]
+    if continues and generation_prompt:
+        raise RequestError(
+            "add_generation_prompt must be false, or left out, where the last message is to be continued "
+            "(continue_final_message, or prefix)",
+            param="add_generation_prompt",
+        )
+    return messages, bool(continues)
 
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")

@@ -21,6 +21,7 @@ from afterglow.server.bodies.json_body import (
     check_effort,
     check_session,
     check_variables,
+    read_begun,
     with_effort,
 )
 from afterglow.server.bodies.limits import (
@@ -290,9 +291,7 @@ class ChatBody(ChoicesBody):
 
     @property
     def continues(self) -> bool:
-        last = self.messages[-1] if isinstance(self.messages, list) and self.messages else None
-        prefix = isinstance(last, dict) and last.get("prefix") is True  # as DeepSeek and Mistral have it
-        return prefix or bool(self.continue_final_message)
+        return bool(self.continue_final_message)
 
     @property
     def template_variables(self) -> Mapping[str, object] | None:
@@ -316,11 +315,11 @@ class ChatBody(ChoicesBody):
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
             raise wrong("top_logprobs", f"must be between 0 and {MAX_LOGPROBS}", self.top_logprobs)
         check_effort(self.reasoning_effort, "reasoning_effort")
-        if self.add_generation_prompt is not None and self.add_generation_prompt == self.continues:
-            raise RequestError(
-                "add_generation_prompt must be false where continue_final_message is true, and true otherwise; leave it out",
-                param="add_generation_prompt",
-            )
+        self.messages, self.continue_final_message = read_begun(
+            self.messages, self.continue_final_message, self.add_generation_prompt
+        )
+        if self.add_generation_prompt is False and not self.continues:
+            raise unsupported("add_generation_prompt")
 
 
 class ResponseBody(Body):

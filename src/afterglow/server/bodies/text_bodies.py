@@ -7,7 +7,15 @@ from typing import Annotated, Any
 from pydantic import FailFast
 
 from afterglow.errors import RequestError
-from afterglow.server.bodies.json_body import NOT_SUPPORTED, Int, JsonBody, Name, Unused, check_variables
+from afterglow.server.bodies.json_body import (
+    NOT_SUPPORTED,
+    Int,
+    JsonBody,
+    Name,
+    Unused,
+    check_variables,
+    read_begun,
+)
 from afterglow.server.bodies.limits import (
     MAX_VALUES,
     check_chars,
@@ -27,14 +35,17 @@ class TokenizeBody(JsonBody):
     prompt: str | None = None
     messages: Any = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = False
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Any = None
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
+        self.messages, self.continue_final_message = read_begun(
+            self.messages, self.continue_final_message, self.add_generation_prompt
+        )
         if self.continue_final_message and self.messages is None:
             raise RequestError("continue_final_message needs messages", param="continue_final_message")
         check_chars(len(self.prompt or ""), "prompt")

@@ -26,7 +26,7 @@ from afterglow.server.prompts.system_prompts import RegisteredPrompt
 from afterglow.server.state import State, state_and_record
 from afterglow.text import ChatPrompt, Reply, Tokenizer
 from afterglow.text.lengths import LONG
-from afterglow.text.messages import texts_in
+from afterglow.text.messages import check_begun, flatten_messages, texts_in
 from afterglow.text.tool_calls.formats import forced_grammar
 from afterglow.text.turns import TEMPLATE, BlockMark
 
@@ -103,6 +103,8 @@ async def encode(
 
     def work() -> tuple[ChatPrompt, RegisteredPrompt | None]:
         tokenizer.check_roles(messages)  # by the client's numbers
+        if body.continues:
+            check_begun(flatten_messages(messages))
         begun, known, registered = prompts.begin(messages, salt, replies)
         shift = len(begun) - len(messages) if marks else 0
         found = tokenizer.encode_chat(
@@ -228,7 +230,8 @@ def with_tool_grammar(state: State, use: ToolUse, sampling: SamplingParams, chat
         sampling = replace(sampling, grammar=_call_grammar(state, use, asked))
     if sampling.grammar is None or state.reasoning is None:
         return sampling
-    before = state.reasoning.before_grammar(chat.text, state.tokenizer.in_grammar, headed=called)
+    mark, beginning = state.tokenizer.in_grammar, chat.beginning
+    before = state.reasoning.before_grammar(chat.text, mark, headed=called, beginning=beginning)
     return replace(sampling, grammar=replace(sampling.grammar, before=before))
 
 

@@ -150,14 +150,16 @@ class Catalog:
         """
         self._run(lambda db: rows.insert(db, record, file))
 
-    def remove(self, extents: Sequence[str]) -> None:
-        """Remove rows, few at a time; return when that is committed.
+    def remove(self, extents: Sequence[str]) -> int:
+        """Remove rows, few at a time; return the number of removed rows when that is committed.
 
         Raises:
             StoreError: they are not removed, or not within 30 seconds.
         """
+        removed: list[int] = []
         for start in range(0, len(extents) or 1, self._slice):  # without any, what waits is committed
-            self._run(functools.partial(rows.delete, extents=extents[start : start + self._slice]))
+            self._run(functools.partial(_remove, extents=extents[start : start + self._slice], removed=removed))
+        return sum(removed)
 
     def touch(self, uses: Iterable[Use]) -> None:
         """Note how extents were used; written within seconds, together with other changes."""
@@ -282,3 +284,8 @@ class Catalog:
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
             return error
+
+
+def _remove(db: sqlite3.Connection, extents: Sequence[str], removed: list[int]) -> None:
+    """Remove rows, and note how many there were."""
+    removed.append(rows.delete(db, extents))

@@ -308,14 +308,15 @@ class Conversations:
             before = None if previous is None else self._find(db, previous, tenant)
             keep = "" if before is None else before.root
             oldest = db.execute(
-                "SELECT root FROM conversations WHERE root != ? ORDER BY expires, root LIMIT 1", (keep,)
+                "SELECT rowid, root FROM conversations WHERE root != ? ORDER BY expires, root LIMIT 1", (keep,)
             ).fetchone()
             if oldest is None:
                 raise StoreError(f"conversations: one alone is larger than {self._max_bytes} bytes")
+            row, root = oldest
             # The conversation has expired from now on, so that no reader sees a part.
-            db.execute("UPDATE conversations SET expires = ? WHERE root = ?", (float("-inf"), *oldest))
-            if not self._drop_some(db, "root = ?", *oldest):
-                db.execute("DELETE FROM conversations WHERE root = ?", oldest)
+            db.execute("UPDATE conversations SET expires = ? WHERE rowid = ?", (float("-inf"), row))
+            if not self._drop_some(db, "root = ?", root):
+                _delete(db, "conversations", row)
             return True
 
         while self.file.run(work):
@@ -323,15 +324,25 @@ class Conversations:
 
     def _drop_some(self, db: sqlite3.Connection, which: str, *values: object) -> int:
         """Delete some responses, few enough for one transaction: wiped pages pass through the write-ahead log."""
-        found = db.execute(f"SELECT id, LENGTH(body) + LENGTH(items) FROM responses WHERE {which} LIMIT 64", values)
+        found = db.execute(f"SELECT rowid, LENGTH(body) + LENGTH(items) FROM responses WHERE {which} LIMIT 64", values)
         left, gone = self.file.wal_bytes // 2, 0
-        for response, size in found.fetchall():
+        for row, size in found.fetchall():
             left -= size or 0
             if left < 0 and gone:
                 break
-            db.execute("DELETE FROM responses WHERE id = ?", (response,))
+            _delete(db, "responses", row)
             gone += 1
         return gone
+
+
+def _delete(db: sqlite3.Connection, table: str, row: int) -> None:
+    """Delete a row by its number: a damaged key would not be found, and read again and again.
+
+    Raises:
+        sqlite3.DatabaseError: the row cannot be found again, so the file is damaged.
+    """
+    if not db.execute(f"DELETE FROM {table} WHERE rowid = ?", (row,)).rowcount:
+        raise sqlite3.DatabaseError(f"row {row} of {table} was read, and is not found to be deleted")
 
 
 def footprint(max_bytes: int) -> int:

@@ -53,6 +53,8 @@ def read(db: sqlite3.Connection) -> Iterator[tuple[int, Note, str | None]]:
     if not db.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'notes'").fetchone():
         return
     for row, kind, key, value, crc in db.execute(f"{_SELECT} ORDER BY used"):
+        if None in (row, kind, key, value, crc):
+            raise sqlite3.DatabaseError("the table of notes has columns that are empty: it is another's")
         try:
             sound = _crc(kind, key, value) == crc
             yield row, (_text(kind), _text(key)), _text(value) if sound else None

@@ -44,19 +44,20 @@ def open_catalog(path: Path, disk: DiskTier, shares: CatalogShares | None = None
 
     Raises StoreError when the folder cannot be read or written.
     """
-    rebuilt = 0
-    files = {extent: extent for extent in disk.extents()}  # before the rows, which then need no strings of their own
     try:
         if lost(path, disk):
             raise DamageError(f"{path} is missing")
-        catalog = Catalog(path, shares)
-        rows = catalog.load(files)
+        return _open(path, disk, shares, rebuilt=0)
     except DamageError as error:
         log.warning("the catalog cannot be read and is rebuilt from the extents: %s", error)
         rebuild(path, disk)
-        rebuilt = 1
-        catalog = Catalog(path, shares)
-        rows = catalog.load(files)
+        return _open(path, disk, shares, rebuilt=1)
+
+
+def _open(path: Path, disk: DiskTier, shares: CatalogShares | None, rebuilt: int) -> Opened:
+    files = {extent: extent for extent in disk.extents()}  # before the rows, which then need no strings of their own
+    catalog = Catalog(path, shares)
+    rows = catalog.load(files)
     try:
         return _compare(catalog, rows, files, disk, rebuilt)
     except BaseException:
@@ -86,8 +87,11 @@ def _compare(catalog: Catalog, rows: Rows, files: dict[str, str], disk: DiskTier
         del files[extent]
     if gone:
         log.warning("%d extents are lost: their files are gone or cannot be read", len(gone))
+        removed = len(gone)
         with contextlib.suppress(StoreError):
-            catalog.remove(gone)
+            removed = catalog.remove(gone)
+        if removed < len(gone):
+            raise DamageError(f"{len(gone) - removed} rows that were read are not found to be removed")
     records.sort(key=attrgetter("last_used"))
     return Opened(catalog, records, list(files), rebuilt, damaged, missing)
 

@@ -67,13 +67,13 @@ def insert(db: sqlite3.Connection, record: ExtentRecord, file: str) -> None:
     db.execute(f"INSERT OR REPLACE INTO extents ({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", values)
 
 
-def delete(db: sqlite3.Connection, extents: Iterable[str]) -> None:
-    """Remove the rows of some extents.
+def delete(db: sqlite3.Connection, extents: Iterable[str]) -> int:
+    """Remove the rows of some extents; return the number of removed rows.
 
     Raises:
         sqlite3.Error: they cannot be removed.
     """
-    db.executemany("DELETE FROM extents WHERE id = ?", [(extent,) for extent in extents])
+    return db.executemany("DELETE FROM extents WHERE id = ?", [(extent,) for extent in extents]).rowcount
 
 
 def update_uses(db: sqlite3.Connection, uses: Sequence[Use]) -> None:

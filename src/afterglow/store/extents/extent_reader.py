@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import lru_cache
+from io import FileIO
 from pathlib import Path
 from typing import Final
 
@@ -68,20 +69,24 @@ class ExtentReader:
             DamageError: it is no head, or that of another extent.
             StoreError: it cannot be read.
         """
-        layout = self._layout
         try:
             self._folder.check(path.parent.name)
             with open(open_file(path, os.O_RDONLY), "rb", buffering=0) as file:
-                start = file.read(ALIGNMENT)
-                rows = peek_rows(start)
-                check_size(file.fileno(), layout, rows)  # also keeps a wrong count from asking for gigabytes
-                size = layout.head_bytes(rows)
-                head = (start + file.read(max(0, size - len(start))))[:size]
-        except DamageError as error:
-            raise DamageError(f"{path.name[:16]}: {error}") from error
+                return self._head_of(file, path.name, extent)
         except OSError as error:
             raise StoreError(f"reading {path}: {error.strerror}") from error
-        return decode_head(head, layout, self._digest, extent=extent)
+
+    def _head_of(self, file: FileIO, name: str, extent: str | None) -> Head:
+        """Read and verify the head of an open file. Raises: DamageError, OSError."""
+        try:
+            start = file.read(ALIGNMENT)
+            rows = peek_rows(start)
+            check_size(file.fileno(), self._layout, rows)  # also keeps a wrong count from asking for gigabytes
+            size = self._layout.head_bytes(rows)
+            head = (start + file.read(max(0, size - len(start))))[:size]
+            return decode_head(head, self._layout, self._digest, extent=extent)
+        except DamageError as error:
+            raise DamageError(f"{name[:16]}: {error}") from error
 
     def verify(self, extent: str, seen: Callable[[int, int, Bytes], None] | None = None) -> Head:
         """Read every byte of an extent and compare it with the checksums; return its head.
@@ -91,12 +96,14 @@ class ExtentReader:
         Raises:
             DamageError, StoreError: as for `read`.
         """
-        path = self._folder.file(extent)
-        head = self.head(path, extent)
-        layout, rows = self._layout, head.record.rows
-        tensor = self._scratch.take(layout.tensor_bytes(rows))
+        path, layout = self._folder.file(extent), self._layout
         try:
+            self._folder.check(path.parent.name)
+            # Head and tensors of one open file: another process may put a new file in its place meanwhile.
             with open(open_file(path, os.O_RDONLY), "rb", buffering=0) as file:
+                head = self._head_of(file, path.name, extent)
+                rows = head.record.rows
+                tensor = self._scratch.take(layout.tensor_bytes(rows))
                 for layer, kv in np.ndindex(layout.layers, 2):
                     read_full(file.fileno(), [tensor], layout.offset(rows, layer, kv))
                     _compare(list(tensor.reshape(-1, layout.chunk_bytes)), head, layer, kv)

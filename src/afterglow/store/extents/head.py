@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import dataclass
-from math import inf
-from typing import Any, Final, cast, get_args
+from math import inf, isnan
+from typing import Final, cast, get_args
 
 import google_crc32c
 import numpy as np
@@ -157,7 +157,7 @@ def decode_head(
     text, table = head[8 : 8 + size].rstrip(b" "), _after_metadata(layout, found_rows)
     if not text.endswith(table):
         raise DamageError("written with another KV layout")
-    meta: dict[str, Any] = json.loads(text[_METADATA_AT : -len(table)])
+    meta = _metadata(text[_METADATA_AT : -len(table)], versioned=bool(layout.probe_heads))
     if meta["format"] != str(FORMAT_VERSION):
         raise DamageError(f"written in format {meta['format']}, this version reads {FORMAT_VERSION}")
     if meta["model"] != digest:
@@ -190,6 +190,24 @@ def decode_head(
     if layout.part_rows < BLOCK_ROWS:
         parts = rest[: 2 * layers * layout.file_parts(found_rows)].reshape(layers, 2, -1)
     return Head(record, crcs, Sidecar(probe_crcs, order, int(meta["version"]), parts, means))
+
+
+def _metadata(text: bytes, versioned: bool) -> dict[str, str]:
+    """Read the metadata. A file that was made by others may have a right checksum, and anything in it.
+
+    Raises:
+        DamageError: a value is missing, or is not what it has to be.
+    """
+    try:
+        found: dict[str, str] = json.loads(text)
+        if not all(isinstance(found[key], str) for key in ("format", "model", "id", "parent", "salt", "kind")):
+            raise ValueError("a value is no text")
+        numbers = (int(found["parent_rows"]), int(found["version"]) if versioned else 0)
+        if min(numbers) < 0 or isnan(float(found.get("expires", "inf"))):
+            raise ValueError("a number is out of its range")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamageError(f"the header's metadata cannot be read: {error!r}") from error
+    return found
 
 
 assert META_RESERVE < ALIGNMENT  # `peek_rows` needs no more than one aligned page

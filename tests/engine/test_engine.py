@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from afterglow.engine import hardware
+from afterglow.engine import hardware, registrar
 from afterglow.engine import loop as loop_module
 from afterglow.engine.engine import Engine
 from afterglow.engine.requests import salt_id
@@ -130,6 +130,29 @@ def test_what_is_refused_takes_no_place_in_the_queue(start: Start, model_of: Mod
                 handle.engine.submit(Request(f"{name}{i}", prompt(i, 20), greedy(1), **odd), lambda output: None)
             assert error.value.status == 400
     assert handle.ask(prompt(0, 20)).finish_reason == "length"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no disk that is always full")
+def test_a_full_disk_ends_the_journal_and_not_the_engine(
+    start: Start, model_of: Models, caplog: pytest.LogCaptureFixture
+) -> None:
+    handle = start(model_of("llama"), journal=Path("/dev/full"))
+    for i in range(40):
+        assert handle.ask(prompt(i, 200)).finish_reason == "length"
+    handle.engine.close()
+    assert sum("--journal /dev/full ends here: No space left" in each for each in caplog.messages) == 1
+
+
+def test_a_prefix_that_is_only_on_disk_can_be_registered(
+    start: Start, model_of: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registrar, "KEEP_SECONDS", 3.0)
+    handle = start(model_of("llama"), tmp_path / "cache", source="recompute")  # so that it is not loaded
+    handle.ask(prompt(0, 200))
+    handle.engine.settle()
+    handle.engine.demote("disk")
+    found = handle.engine.register_prefix("system", prompt(0, 200), salt=None)
+    assert (found.tokens, found.disk) == (200, 200)
 
 
 def test_an_engine_that_cannot_start_gives_its_folder_back(start: Start, model_of: Models, tmp_path: Path) -> None:

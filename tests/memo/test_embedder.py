@@ -128,6 +128,7 @@ def test_without_modules_it_is_the_families_usual_one(tmp_path: Path) -> None:
         ("1_Pooling/config.json", [], "JSON object"),
         ("modules.json", [{"type": "sentence_transformers.models.Dense"}], "Dense"),
         ("modules.json", {}, "list of modules"),
+        ("sentence_bert_config.json", {"max_seq_length": "512"}, "max_seq_length.*number of tokens, not '512'"),
     ],
 )
 def test_pooling_that_is_not_honoured_is_named(name: str, value: object, words: str, tmp_path: Path) -> None:

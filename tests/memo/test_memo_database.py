@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -36,6 +37,7 @@ from afterglow.memo import map_attention
 from afterglow.memo.database import Fetched, MemoDatabase, vectors_file
 from afterglow.memo.map_attention import AttentionMemo, MapsAttend, RecordingAttend, apply_maps
 from afterglow.memo.maps import HEADER_BYTES, MAPS, RECORDS, MapStore, token_key
+from afterglow.memo.memo_settings import SETTINGS
 from afterglow.memo.options import MemoOptions
 from afterglow.memo.packing import pack, unpack
 from afterglow.memo.sequence_embedder import Embedder
@@ -270,6 +272,27 @@ def test_a_damaged_entry_is_a_miss(tmp_path: Path) -> None:
     (tmp_path / RECORDS).write_bytes(raw)
     result = with_memo(plain, builder(plain, tmp_path).open(), 0.999).embed(texts)
     assert [index for index, hit in enumerate(result.hits) if not hit] == [3]
+
+
+def test_sentences_are_added_beside_a_damaged_entry(tmp_path: Path) -> None:
+    plain, texts, more = embedder("decoder"), sentences(12), sentences(5, seed=2, lengths=(5, 11))
+    build(plain, tmp_path, texts).close()
+    raw = bytearray((tmp_path / RECORDS).read_bytes())
+    raw[3 * 40 + 1] ^= 1
+    (tmp_path / RECORDS).write_bytes(raw)
+    adder = builder(plain, tmp_path)
+    assert adder.add(more) == 5
+    result = with_memo(plain, adder.open(), 0.999).embed([*texts, *more])
+    assert [index for index, hit in enumerate(result.hits) if not hit] == [3]
+
+
+def test_a_database_without_a_word_on_pooling_is_read(tmp_path: Path) -> None:
+    plain = embedder("encoder")
+    build(plain, tmp_path, sentences(12)).close()
+    about = json.loads((tmp_path / SETTINGS).read_text())
+    assert about.pop("pooling") == plain.pooling.mode
+    (tmp_path / SETTINGS).write_text(json.dumps(about))
+    assert builder(plain, tmp_path).open().settings.pooling == ""
 
 
 def test_damaged_vectors_are_refused(tmp_path: Path) -> None:

@@ -158,6 +158,12 @@ def test_other_floats_are_refused_by_name(
     refused(packed, "quantised", *expected)
 
 
+def test_a_config_that_was_copied_from_another_checkpoint(plain: Path, tmp_path: Path) -> None:
+    packed, _ = write(plain, tmp_path, CASES["fp8 by output"])
+    change(packed, weight_scale=None, qweight=torch.zeros(16, 128, dtype=torch.int32))
+    refused(packed, "o_proj: there is no scale of its floats of 8 bits", "weight_scale")
+
+
 def test_groups_of_integers_and_floats_are_refused(plain: Path, tmp_path: Path) -> None:
     about = compressed("channel")
     about["config_groups"]["group_1"] = {"weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}

@@ -24,6 +24,7 @@ from afterglow.model import loader
 from afterglow.model.checkpoint import weight_files
 from afterglow.model.decoder import Decoder, PlainAttend
 from afterglow.model.digest import model_digest
+from afterglow.model.gguf.architectures import ARCHITECTURES
 from afterglow.model.gguf.keys import Keys, turned_share
 from afterglow.model.loader import load_model, read_spec
 from afterglow.model.rotary import read_rope
@@ -107,6 +108,27 @@ def logits(model: Decoder) -> Tensor:
     ids = torch.arange(40) * 11 % SMALL.vocab
     positions = torch.arange(40)
     return model.logits(model.forward(ids, positions, PlainAttend(model, positions, [40])))
+
+
+@pytest.mark.parametrize(
+    ("layers", "context", "window"), [(32, 4096, 2047), (40, 4096, 2047), (32, 131_072, None), (2, 4096, None)]
+)
+def test_phi3_of_before_there_was_a_key_has_its_window(
+    layers: int, context: int, window: int | None, tmp_path: Path
+) -> None:
+    """llama.cpp gives files without the key the window that transformers' config of these models has."""
+    write_random(tmp_path / "random.gguf", SMALL, "Q8_0")
+    metadata = {"phi3.block_count": layers, "phi3.context_length": context, "phi3.rope.dimension_count": 64}
+    metadata |= {
+        "phi3.embedding_length": 256,
+        "phi3.attention.head_count": 4,
+        "phi3.attention.layer_norm_rms_epsilon": 1e-5,
+    }
+    file = open_gguf(tmp_path / "random.gguf")
+    keys = Keys(dataclasses.replace(file, metadata=metadata), "phi3")
+    assert ARCHITECTURES["phi3"].read(keys)["sliding_window"] == window
+    keys.metadata["phi3.attention.sliding_window"] = 9
+    assert ARCHITECTURES["phi3"].read(keys)["sliding_window"] == 9
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -13,7 +13,7 @@ from afterglow.errors import ModelError
 from afterglow.model.checkpoint import INDEX
 from afterglow.model.decoder import PlainAttend
 from afterglow.model.digest import model_digest, numeric_mode
-from afterglow.model.loader import load_model, read_spec
+from afterglow.model.loader import compute_dtype, load_model, read_spec
 from afterglow.model.presets import PRESETS, random_model, save_hf
 from tests.model.families_hf import save_case
 
@@ -99,6 +99,22 @@ def test_missing_shard_and_bad_index(tiny: Path) -> None:
     refused(tiny, INDEX, "file names")
     (tiny / INDEX).write_text(json.dumps({}))
     refused(tiny, INDEX)
+
+
+def test_weights_that_can_be_read_in_two_ways_are_refused(tiny: Path) -> None:
+    """Transformers takes the single file, and adapters where there is a package for them."""
+    (tiny / INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    refused(tiny, "there are both model.safetensors and", INDEX)
+    (tiny / INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    load_model(tiny)
+    (tiny / "adapter_config.json").write_text("{}")
+    refused(tiny, "adapters (adapter_config.json) are not supported")
+
+
+def test_a_dtype_that_is_none_is_named() -> None:
+    assert compute_dtype("auto", "auto", torch.device("cpu")) == torch.float32
+    with pytest.raises(ModelError, match=r"dtype 'auto', which is none of .*; choose one with --dtype"):
+        compute_dtype("auto", "auto", torch.device("cuda", 0))
 
 
 def test_float16_arithmetic_on_cpu(tiny: Path) -> None:

@@ -110,6 +110,11 @@ NEEDED: dict[str, dict[str, Any]] = {
         (OPT | {"layer_norm_elementwise_affine": False}, ["layer norms without weights"]),
         ({"eos_token_id": [[2]]}, ["token id", "[[2]]"]),
         ({"bos_token_id": "<s>"}, ["token id", "'<s>'"]),
+        ({"is_causal": False}, ["is_causal", "see later ones"]),
+        ({"rms_norm_eps": None}, ["norm epsilon", "None"]),
+        ({"rms_norm_eps": "1e-6"}, ["norm epsilon", "'1e-6'"]),
+        ({"rms_norm_eps": float("nan")}, ["norm epsilon", "nan"]),
+        ({"head_dim": 4_000_000_000}, ["rotary embedding of 4000000000 dimensions", "damaged"]),
     ],
 )
 def test_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:

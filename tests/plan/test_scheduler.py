@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from afterglow.errors import RequestError
-from afterglow.plan.batching.compose import IDLE_PREFILL
+from afterglow.plan.batching.compose import IDLE_PREFILL, PATIENT_PREFILL
 from afterglow.plan.step import Emitted, JobSpec, Release, Step
 from tests.plan.server_kit import Server, jobs_of, words
 
@@ -316,3 +316,12 @@ def test_a_flush_has_ended_only_when_all_is_written() -> None:
         server.step()
     server.step()
     assert server.scheduler.flushed
+
+
+def test_what_is_computed_ahead_is_computed_in_short_passes_without_chunks_too() -> None:
+    """A request that comes meanwhile waits for one pass at most."""
+    server = Server(device_rows=4000, host_slots=1000, prefill_chunk=0)
+    job = server.ask(words(1200), max_tokens=0, aside=True, patient=True)
+    assert max(len(run.tokens) for run in server.runs(job)) == PATIENT_PREFILL
+    other = server.ask(words(1200, 5000), max_tokens=0)
+    assert [len(run.tokens) for run in server.runs(other)] == [1200]

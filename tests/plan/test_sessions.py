@@ -433,6 +433,19 @@ def test_a_conversation_deleted_while_its_turn_runs_is_gone_when_the_turn_ends()
     assert server.is_empty()
 
 
+def test_a_conversation_deleted_during_its_first_turn_is_gone_when_the_turn_ends() -> None:
+    server = serving()
+    job = server.submit(words(20), max_tokens=9, session="s")
+    for _ in range(3):
+        server.step()
+    assert not server.scheduler.forget_session("", "t")
+    assert server.scheduler.forget_session("", "s")
+    server.finish()
+    assert server.ends[job] == "length"
+    assert server.names() == []
+    assert server.is_empty()
+
+
 def test_a_conversation_deleted_while_its_last_rows_are_being_saved_is_gone() -> None:
     server = serving()
     first = server.ask(words(20), max_tokens=5, session="s")

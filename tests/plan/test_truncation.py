@@ -58,6 +58,16 @@ def test_without_turns_the_plain_half_of_the_window_is_kept() -> None:
     assert Rules(ContextWindow(100), ratio=0.25).drop(110, (), ()) == ((4, 39),)
 
 
+@pytest.mark.parametrize("policy", get_args(TruncationPolicy))
+@pytest.mark.parametrize("ratio", [0.01, 0.1, 0.12])
+def test_a_small_part_that_is_cut_leaves_room_for_the_reply(policy: TruncationPolicy, ratio: float) -> None:
+    window = ContextWindow(100)
+    rules = Rules(window, ratio, policy)
+    for turns in ((), (10, 20, 30, 40, 50, 60, 70, 80, 90)):
+        dropped = sum(stop - start for start, stop in rules.drop(99, turns, ()))
+        assert window.fits(99 - dropped, 100)
+
+
 def test_the_oldest_tokens_are_a_part_of_the_window_wherever_turns_end() -> None:
     rules = Rules(ContextWindow(100), policy="oldest_tokens")
     assert rules.drop(110, (10, 30, 50, 70, 105), ()) == ((10, 60),)

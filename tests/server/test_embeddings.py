@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import re
+import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -577,6 +578,19 @@ def maps(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     identity = memo_identity(model.embedder.model, folder, model.template)
     Builder(model.embedder, where, MemoOptions(), **identity).run([model.tokens(text) for text in known])
     return where
+
+
+def test_a_memo_that_was_calibrated_for_other_embeddings_is_refused(folder: Path, maps: Path, tmp_path: Path) -> None:
+    """The maps are the same, but not what they cost an embedding."""
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    (other / "modules.json").write_text(
+        json.dumps([{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}])
+    )
+    (other / "1_Pooling").mkdir(exist_ok=True)
+    kinds = dict.fromkeys(("pooling_mode_mean_tokens", "pooling_mode_max_tokens"), False)
+    (other / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_cls_token": True, **kinds}))
+    with pytest.raises(ConfigError, match="calibrated for embeddings by 'mean' pooling, and this model's are by 'cls'"):
+        text_embedder(load_encoder(other), other, Tokenizer(other), "tiny", memo=maps, template="{text}")
 
 
 def test_known_texts_take_their_attention_from_the_memo(folder: Path, model_dir: Path, maps: Path) -> None:

@@ -268,3 +268,18 @@ def test_replies_in_memory_are_not_written(model_dir: Path, tmp_path: Path) -> N
         wait_for(server.engine.conversations.replies.all)
         assert len(server.engine.conversations.replies.all()) == 1, "the other one's"
     assert not is_known(model_dir, tmp_path)
+
+
+def test_texts_are_deleted_with_a_conversation_whose_rows_are_gone(model_dir: Path, tmp_path: Path) -> None:
+    """Rows are evicted long before the texts of replies are."""
+    with running(model_dir, conversations=Conversations(tmp_path)) as server:
+        chat(server, "one", extra_body={"session_id": "s"})
+        chat(server, "two", extra_body={"session_id": "t"})
+        kept = server.engine.conversations.replies
+        wait_for(lambda: len(kept.all()) == 2)
+        server.engine.named.clear()
+        with server.http() as http:
+            assert http.delete("/v1/cache/sessions/s").json()["deleted"] is True
+            assert [session for *_, session, _ in kept.all()] == ["t"]
+            assert len(server.tokenizer.replies) == 1
+            assert http.delete("/v1/cache/sessions/s").status_code == 404

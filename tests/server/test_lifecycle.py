@@ -222,6 +222,18 @@ def test_two_signals_at_once_are_one(server: Running, monkeypatch: pytest.Monkey
         assert codes == [130]
 
 
+def test_an_engine_that_dies_while_the_server_drains_is_said(model_dir: Path) -> None:
+    with running(model_dir, hold=True) as server:
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: answers.append(httpx.post(server.url + CHAT, json=HI, timeout=20)))
+        thread.start()
+        wait_for(lambda: server.engine.in_flight == 1)
+        server.service.state.bridge.draining = True
+        server.engine.die()
+        thread.join(10)
+        assert answers[0].json()["error"]["code"] == "engine_dead"
+
+
 def test_a_dead_engine_is_said(model_dir: Path) -> None:
     with running(model_dir, hold=True) as server, server.http() as http:
         answers: list[httpx.Response] = []

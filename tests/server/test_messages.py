@@ -100,6 +100,22 @@ def test_a_plain_reply(hermes: Scripted) -> None:
     assert "<|im_start|>user\nHi<|im_end|>" in hermes.prompt()
 
 
+def test_what_claude_code_sends_for_its_accounts_is_left_out(hermes: Scripted) -> None:
+    """Its first block of the system prompt is another one in each request, so that nothing behind it would be found."""
+    prompts = []
+    for number in ("0a1b2", "3c4d5"):
+        header = f"x-anthropic-billing-header: cc_version=2.1.36.1; cc_entrypoint=cli; cch={number};"
+        system = [{"type": "text", "text": header}, *SYSTEM]
+        hermes.say("Hello.")
+        found = ask(hermes, system=system)
+        prompts.append(hermes.prompt())
+        counted = post(hermes, "/count_tokens", system=system).json()["input_tokens"]
+        assert counted == total(found["usage"]) == len(hermes.requests[-1].prompt)
+    hermes.say("Hello.")
+    ask(hermes, system=SYSTEM)
+    assert prompts == [hermes.prompt()] * 2
+
+
 def test_text_then_calls(hermes: Scripted) -> None:
     hermes.say(f'Let me look.\n\n{CALL}\n<tool_call>\n{{"name": "Read", "arguments": {{}}}}\n</tool_call>')
     found = ask(hermes, tools=TOOLS, system=SYSTEM)

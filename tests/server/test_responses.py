@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 
-from afterglow.errors import StoreError
+from afterglow.errors import RequestError, StoreError
 from afterglow.server.server_config import ServerConfig
 from afterglow.store.database.conversations import FILE, Conversations
 from tests.server.conftest import REPLY, Running, running
@@ -315,6 +315,18 @@ def test_a_bug_in_mid_stream_is_an_event_too(server: Running, monkeypatch: pytes
     events = list(respond(server, stream=True))
     assert events[-1].type == "response.failed"
     assert events[-1].response.error.message == "internal error"
+
+
+def test_a_failure_in_mid_stream_has_its_code_and_what_there_was(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: object) -> None:
+        raise RequestError("too ambiguous", code="invalid_grammar")
+
+    monkeypatch.setattr(server.tokenizer, "remember", refused)
+    failed = list(respond(server, stream=True))[-1].response
+    assert (failed.error.code, failed.error.message) == ("invalid_grammar", "too ambiguous")
+    assert failed.output[0].content[0].text == REPLY
 
 
 def test_leaving_a_stream_early_cancels_and_stores_nothing(model_dir: Path) -> None:

@@ -47,6 +47,21 @@ def test_complaints_and_escapes_become_request_errors(source: str) -> None:
         render(source)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [('{"a": ', 'INVALID_JSON={"a": ;'), ("null", ""), ("[]", "INVALID_JSON=[];"), ('{"a": 1}', "a=1;")],
+)
+def test_arguments_that_are_no_object_do_not_end_a_conversation(arguments: str, written: str) -> None:
+    source = (
+        "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+        "{% for m in messages %}{% for call in m.tool_calls or [] %}{% for k, v in call.function.arguments | items %}"
+        "{{ k }}={{ v }};{% endfor %}{% endfor %}{% endfor %}"
+    )
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = flatten_messages([*HI, {"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert render(source, messages) == written
+
+
 def test_a_broken_template_is_the_models_fault() -> None:
     with pytest.raises(ModelError, match="not valid Jinja"):
         ChatTemplate("{% if %}")

@@ -42,6 +42,48 @@ def read(parser: ReplyParser, text: str, width: int) -> tuple[str, str, Calls]:
     return content, reasoning, [(call.name, call.arguments, call.ended) for call in parser.calls]
 
 
+OPTIONAL: dict[str, Any] = {
+    "$defs": {"Name": {"enum": ["a", "b"]}},
+    "properties": {
+        "zip": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "both": {"type": ["string", "integer"]},
+        "name": {"$ref": "#/$defs/Name"},
+        "any": {},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "written"),
+    [
+        ("zip", "12345", '"12345"'),
+        ("zip", '{"a": 1}', '"{\\"a\\": 1}"'),
+        ("zip", "None", "null"),
+        ("zip", "true", '"true"'),
+        ("both", "7", "7"),
+        ("both", "7.5", '"7.5"'),
+        ("name", "7", '"7"'),
+        ("any", "7", "7"),
+    ],
+)
+def test_a_value_has_a_type_that_its_schema_permits(key: str, value: str, written: str) -> None:
+    text = f"<tool_call><function=h><parameter={key}>\n{value}\n</parameter></function></tool_call>"
+    _, _, calls = read(QwenXmlParser({"h": OPTIONAL}), text, 4)
+    assert calls == [("h", f'{{"{key}": {written}}}', True)]
+
+
+def test_without_tools_no_message_of_a_channel_is_a_call() -> None:
+    text = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+    assert read(HarmonyParser({}), text, 5) == ('{"a": 1}', "", [])
+    assert read(HarmonyParser(TOOLS), text, 5)[2] == [("f", '{"a": 1}', True)]
+
+
+@pytest.mark.parametrize("text", ["<|start|>", "<|start|>assistant"])
+def test_the_beginning_of_a_header_is_no_content(text: str) -> None:
+    before = "<|channel|>analysis<|message|>Hm.<|end|>"
+    assert read(HarmonyParser({}), before + text, 5) == ("", "Hm.", [])
+
+
 CASES: list[tuple[type[ReplyParser], str, str, Calls]] = [
     (
         HermesParser,

@@ -100,14 +100,14 @@ def generate(model: Model, options: GenerateOptions, sampling: SamplingOptions, 
 
 
 @command(app, "chat")
-def chat(model: Model, options: ChatOptions, sampling: SamplingOptions, engine: EngineConfig) -> int:
+def chat(model: Model, options: ChatOptions, sampling: SamplingOptions, engine: EngineConfig, given: Given) -> int:
     """Hold a conversation, and see per turn how many tokens were cached and how soon the reply began.
 
     Lines beginning with / are commands: /help lists them. Ctrl-C stops a reply, Ctrl-D leaves.
     """
     from afterglow.cli.conversation import chat as run
 
-    return run(model, engine, options, sampling)
+    return run(model, engine, options, sampling, given)
 
 
 @command(app, "pull")

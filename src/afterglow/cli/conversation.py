@@ -9,16 +9,19 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any, Protocol
 
 from afterglow.cli.command_options import ChatOptions, SamplingOptions
+from afterglow.cli.option_sources import Given
 from afterglow.cli.terminal import not_utf8, progress, summary, utf8_stdin
-from afterglow.config import EngineConfig
+from afterglow.config import CacheConfig, EngineConfig
 from afterglow.errors import ConfigError, RequestError, UserError
 from afterglow.library.language_model import LanguageModel, load_model
 from afterglow.library.locate import ABOUT_BUNDLED, BUNDLED, find_model, model_name
 from afterglow.library.sampling_defaults import SamplingDefaults
 from afterglow.request import CachedTokens, Content, Reasoning, SamplingParams
+from afterglow.sim.scenario_options import flag
 
 LONGEST_PASSAGE = 300  # characters
 TIMES = 4
@@ -204,9 +207,17 @@ def _usage_note(usage: dict[str, Any], ttft: float | None) -> str:
 _TIERS = ("device", "host", "disk", "shared")
 
 
-def chat(model: str | None, config: EngineConfig, options: ChatOptions, sampling: SamplingOptions) -> int:
+def chat(model: str | None, config: EngineConfig, options: ChatOptions, sampling: SamplingOptions, given: Given) -> int:
     """Converse with a server, or with a model in this process, and return the exit code. Raises: UserError."""
     max_tokens, drawn = options.max_tokens, sampling.given()
+    own = {each.name for kind in (EngineConfig, CacheConfig) for each in fields(kind)} if options.url else {"api_key"}
+    if useless := sorted(own & given.typed):
+        about = (
+            "a server has options of its own: leave it out, or --url"
+            if options.url
+            else "it is for a server: give its --url too"
+        )
+        raise ConfigError(f"{flag(useless[0])} does nothing here: {about}")
     if options.url is not None:
         return converse(RemoteSpeaker(options.url, options.api_key, model, max_tokens, drawn), options.system)
     path = find_model(model)

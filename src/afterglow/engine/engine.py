@@ -139,7 +139,8 @@ class Engine:
         if self.parts.kv_events is not None:
             self.parts.kv_events.close()
         if self.parts.journal is not None:
-            self.parts.journal.close()
+            with contextlib.suppress(OSError):  # a full disk has ended it before
+                self.parts.journal.close()
 
     def _free_host_cache(self) -> None:
         """Let the system have the host cache at once: objects that refer to it wait for the cyclic garbage collector."""

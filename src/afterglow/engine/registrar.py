@@ -108,7 +108,8 @@ class PrefixRegistrar:
                 raise RequestError(last.error or "the prefix was not computed", status=503)
 
     def _wait_kept(self, owner: str, name: str, rows: int) -> PrefixState:
-        """Wait until all rows are kept in host, and on disk unless the disk refuses them or takes long."""
+        """Wait until all rows are kept in host, and on disk unless the disk refuses them or takes long. Rows that were on disk before, and were not
+        loaded, are loaded when they are needed."""
         began = time.monotonic()
         on_disk = self._parts.capacity.disk_bytes
         while True:
@@ -116,9 +117,11 @@ class PrefixRegistrar:
             if found is None:
                 raise RequestError(f"the prefix {name!r} was deleted meanwhile", status=409)
             waited = time.monotonic() - began
-            if found.kept and found.host >= rows:
+            if found.kept and max(found.host, found.disk) >= rows:
                 if not on_disk or found.disk >= rows or not found.writing or waited > WRITE_SECONDS:
                     return found
+            elif waited > KEEP_SECONDS and found.kept:  # some rows in host, the others on disk
+                return found
             elif waited > KEEP_SECONDS:
                 raise RequestError("the prefix was computed and could not be kept: is the host cache full?", status=503)
             time.sleep(POLL_SECONDS)

@@ -286,7 +286,24 @@ def make_scheduler(
         journal = config.journal.open("w", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--journal {config.journal} cannot be written: {error.strerror}") from None
-    return RecordingScheduler(tiers, options, functools.partial(print, file=journal)), journal
+    return RecordingScheduler(tiers, options, _lines_to(journal)), journal
+
+
+def _lines_to(journal: TextIO) -> Callable[[str], None]:
+    """Return what writes a line to the journal, until that fails: a full disk ends the journal, and not the engine."""
+    ended = False
+
+    def write(line: str) -> None:
+        nonlocal ended
+        if ended:
+            return
+        try:
+            print(line, file=journal)
+        except OSError as error:
+            ended = True
+            log.warning("--journal %s ends here: %s", journal.name, error.strerror)
+
+    return write
 
 
 def make_runner(

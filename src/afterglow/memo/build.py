@@ -121,7 +121,7 @@ class Builder:
             self._record(store, fresh, keep, later=True)
             store.flush()
             numbers, rows = self._merge(database, store.tokens, settings.records, vectors)
-            crc = write_vectors(self._folder, numbers, rows)
+            crc = write_vectors(self._folder, len(store), numbers, rows)
             replace(settings, records=len(store), vectors_crc=crc).save(self._folder)
             if len(store) != settings.records:
                 vectors_file(self._folder, settings.records).unlink(missing_ok=True)
@@ -250,8 +250,9 @@ class Builder:
         samples += self._recorded(others, projector)
         trial = HeldOutTrial(self._embedder, store, index, samples, options.neighbours)
         variation, order, errors = calibrate(trial, identity.layers, self._report)
-        crc = write_vectors(self._folder, numbers, vectors)
+        crc = write_vectors(self._folder, len(store), numbers, vectors)
         settings = MemoSettings(
+            pooling=self._embedder.pooling.mode,
             records=len(store),
             trained_on=len(store),
             vectors_crc=crc,

@@ -216,15 +216,15 @@ def check_identity(identity: Identity, folder: Path, **wanted: str) -> None:
             )
 
 
-def write_vectors(folder: Path, numbers: Numbers, vectors: Vectors) -> int:
-    """Record numbers and feature vectors by length; returns the file's CRC32C. The file is named after their count, so
-    that `memo.json` and the vectors agree, also when a process is killed between the two."""
+def write_vectors(folder: Path, records: int, numbers: Numbers, vectors: Vectors) -> int:
+    """Record numbers and feature vectors by length; returns the file's CRC32C. The file is named after the count of `records`, damaged
+    ones included, so that `memo.json` and the vectors agree, also when a process is killed between the two."""
     tensors: dict[str, NDArray[Any]] = {}
     for tokens, members in numbers.items():
         tensors[f"numbers.{tokens}"] = members
         tensors[f"vectors.{tokens}"] = np.ascontiguousarray(vectors[tokens], np.float32)
     raw = save(tensors)
-    vectors_file(folder, sum(map(len, numbers.values()))).write_bytes(raw)
+    vectors_file(folder, records).write_bytes(raw)
     return int(google_crc32c.value(raw))
 
 

@@ -71,6 +71,7 @@ class MemoSettings:
     errors: tuple[Isotonic, ...]
     curve: list[dict[str, float]] = field(default_factory=list)
     calibrated_on: int = 0  # texts of another source; 0: some of the database's own, which training did not see
+    pooling: str = ""  # how the embeddings were made whose errors are known; empty: built before this was noted
 
     def save(self, folder: Path) -> None:
         """Replaces the file at once."""

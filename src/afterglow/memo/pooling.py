@@ -57,6 +57,10 @@ class Pooling:
         if (folder / "sentence_bert_config.json").is_file():
             about = _read_json(folder / "sentence_bert_config.json")
             limit = about.get("max_seq_length") if isinstance(about, dict) else None
+            if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+                raise ModelError(
+                    f"max_seq_length in {folder / 'sentence_bert_config.json'} must be a number of tokens, not {limit!r}"
+                )
         return cls(mode, limit, declared=True)
 
     def __call__(self, states: Tensor, runs: list[tuple[int, int]]) -> Tensor:

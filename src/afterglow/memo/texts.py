@@ -139,6 +139,12 @@ def text_embedder(
         chosen = Template(template)
     check_memo_mode(memo_mode)
     opened = None if memo is None else open_memo(memo, threshold, model, folder, chosen)
+    calibrated = opened.database.settings.pooling if opened is not None else ""
+    if calibrated not in ("", pooling.mode):
+        raise ConfigError(
+            f"{memo} was calibrated for embeddings by {calibrated!r} pooling, and this model's are by {pooling.mode!r}; build a database for it "
+            "(afterglow memo build)"
+        )
     embedder = Embedder(model, pooling, max_tokens=max_tokens)
     overhead = len(tokenizer.encode(chosen.fill("")))
     if overhead >= embedder.max_tokens:

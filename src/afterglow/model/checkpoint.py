@@ -21,7 +21,8 @@ Progress = Callable[[int, int], None]
 """`progress(done_bytes, total_bytes)`."""
 
 OTHER_NAMES = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX, by newer versions of transformers
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -42,6 +43,7 @@ def weight_files(directory: Path) -> list[Path]:
     """
     if is_gguf(directory):
         return part_paths(directory)
+    refuse_other_weights(directory)
     if (directory / INDEX).is_file():
         files = _index(directory).values()
         found = sorted({directory / name for name in files})
@@ -49,7 +51,7 @@ def weight_files(directory: Path) -> list[Path]:
             if not path.is_file():
                 raise ModelError(f"{path}: missing, but {INDEX} lists it; download the model again")
         return found
-    single = directory / "model.safetensors"
+    single = directory / SINGLE
     if single.is_file():
         return [single]
     pickled = sorted(p.name for end in ("*.bin", "*.pt", "*.pth") for p in directory.glob(end))
@@ -63,6 +65,17 @@ def weight_files(directory: Path) -> list[Path]:
     if found:
         raise ModelError(f"{directory}: there are no safetensors, but a GGUF file; name it: {found[0]}")
     raise ModelError(f"{directory}: no model.safetensors and no {INDEX}; the weights are missing")
+
+
+def refuse_other_weights(directory: Path) -> None:
+    """Refuse a directory whose weights are not certain: adapters, which transformers adds where the package peft is installed, and a single file
+    beside an index of others. Raises: ModelError."""
+    if (directory / ADAPTER).exists():
+        raise ModelError(
+            f"{directory}: adapters ({ADAPTER}) are not supported; merge it into the weights, or remove it"
+        )
+    if all((directory / name).exists() for name in (SINGLE, INDEX)) and {*_index(directory).values()} != {SINGLE}:
+        raise ModelError(f"{directory}: there are both {SINGLE} and {INDEX}; remove what does not belong to the model")
 
 
 def _index(directory: Path) -> dict[str, str]:

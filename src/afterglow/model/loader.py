@@ -133,6 +133,10 @@ def is_preset(model: str | Path) -> bool:
 def compute_dtype(wanted: DtypeName, checkpoint: str, device: torch.device) -> torch.dtype:
     """Return the dtype of the arithmetic; `checkpoint` is the dtype of the weights' file."""
     if wanted == "auto":
+        if device.type != "cpu" and checkpoint not in DTYPES:
+            raise ModelError(
+                f"the model's config says dtype {checkpoint!r}, which is none of {', '.join(DTYPES)}; choose one with --dtype"
+            )
         return torch.float32 if device.type == "cpu" else DTYPES[checkpoint]
     if wanted == "float16" and device.type == "cpu":
         raise ModelError(

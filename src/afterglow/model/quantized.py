@@ -184,7 +184,11 @@ def compressed(files: Checkpoint, module: str, shape: tuple[int, int]) -> Quanti
 
 def float8(files: Checkpoint, module: str, shape: tuple[int, int]) -> FloatMatrix:
     """Unpack a matrix of floats of 8 bits."""
-    name = next(module + mark for mark in SCALES if files.has(module + mark))
+    name = next((module + mark for mark in SCALES if files.has(module + mark)), None)
+    if name is None:
+        raise ModelError(
+            f"{module}: there is no scale of its floats of 8 bits ({', '.join(SCALES)}); download the model again"
+        )
     scale = files.read(name).float()
     scale = (scale if scale.dim() == 2 else scale.reshape(-1, 1)).expand(shape[0], 1).contiguous()
     numbers = _shaped(module + ".weight", files.read(module + ".weight"), *shape)

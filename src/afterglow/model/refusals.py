@@ -43,6 +43,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "qk_layernorm": ((None, False), "query/key layer norm", OTHER_MODEL),
     "use_qk_norm": ((None, False), "query/key norm", "use a Qwen3 checkpoint, whose norms are read"),
     "use_bidirectional_attention": ((None, False), "tokens that see later ones", OTHER_MODEL),
+    "is_causal": ((None, True), "tokens that see later ones", OTHER_MODEL),
     "attention_chunk_size": ((None,), "chunked attention", OTHER_MODEL),
     "no_rope_layers": ((None, []), "layers without positions", OTHER_MODEL),
     "no_rope_layer_interval": ((None, 0), "layers without positions", OTHER_MODEL),

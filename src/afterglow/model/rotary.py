@@ -16,6 +16,8 @@ from afterglow.errors import ModelError
 from afterglow.kernels.rope import LayerRopes, RopeTable
 from afterglow.model.spec import ModelSpec, RopeSpec
 
+MOST_DIMENSIONS = 65_536  # of a head that is turned: a damaged config must not ask for gigabytes
+
 
 def rope_table(spec: RopeSpec, device: torch.device | str = "cpu") -> RopeTable:
     """Return the table of `spec`; its type must be one of `SCALINGS`. Raises: ModelError if its parameters make no frequencies."""
@@ -200,6 +202,10 @@ def read_rope(config: Mapping[str, Any], head_dim: int, *, partial: float | None
         raise ModelError(f"rotary scaling {kind!r} with {unknown[0]!r} is not supported")
     pairs = tuple(sorted((key, tuple(v) if isinstance(v, list) else v) for key, v in known.items()))
     rope = RopeSpec(dim=int(head_dim * share), base=float(theta), type=kind, scaling=pairs)
+    if rope.dim > MOST_DIMENSIONS:
+        raise ModelError(
+            f"a rotary embedding of {rope.dim} dimensions is not possible; the model's config.json is damaged"
+        )
     rope_table(rope)  # what cannot be computed is refused before weights are read
     fields: dict[str, Any] = {"rope": rope}
     if kind in ("dynamic", "longrope"):

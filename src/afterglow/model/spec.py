@@ -139,6 +139,10 @@ class ModelSpec:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not value > 0):
                 raise ModelError(f"the model's {name} must be a positive number, its config says {value!r}")
+        if not isinstance(self.norm_eps, int | float) or isinstance(self.norm_eps, bool) or not 0 <= self.norm_eps < 1:
+            raise ModelError(
+                f"the model's norm epsilon must be a number from 0 to 1, its config says {self.norm_eps!r}"
+            )
         if (self.positions == "rope") != (self.rope is not None):
             raise ModelError("a model has rotary or learned positions, one of the two")
         for rope in (self.rope, self.sliding_rope):

@@ -140,10 +140,11 @@ class Scheduler:
     def forget_session(self, tenant: str, name: str) -> bool:
         """Remove a conversation and the extents that only it has used from all tiers; extents that its turns still use,
         when they end. False: there is none of that name."""
+        disowned = self._batch.disown(tenant, name, self._queue.jobs.values())
+        if self.cache.sessions.is_pinned(tenant, name) is None:  # its first turn has not ended, if there is one
+            return disowned
         self._merging.cancel()
-        if not self.cache.sessions.forget(tenant, name):
-            return False
-        self._batch.disown(tenant, name, self._queue.jobs.values())
+        self.cache.sessions.forget(tenant, name)
         self._queue.version += 1
         return True
 

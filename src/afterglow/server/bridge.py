@@ -149,6 +149,6 @@ class Bridge:
         """Tell the requests in flight when the engine has died: no output will come."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            if self._delivers and not self.engine.healthy and not self.draining:
+            if self._delivers and not self.engine.healthy:
                 self._deliver()
                 self.abort(engine_dead())

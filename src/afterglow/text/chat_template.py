@@ -212,6 +212,11 @@ class _OneTemplate:
         try:
             return self._template.render({**names, "messages": messages})
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
+            mended = [_with_objects(message) for message in messages]
+            if (
+                mended != messages
+            ):  # a model wrote arguments that are no object, and this template goes through their names
+                return self.render(mended, names)
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
@@ -225,6 +230,19 @@ class _OneTemplate:
             if name != "thinking" or not (message["content"] and "tool_calls" in message)
         ]
         return {**dict.fromkeys(names, message["reasoning_content"]), **message}
+
+
+def _with_objects(message: Message) -> Message:
+    """Give calls whose arguments are no JSON object an object that holds them as text, under the name that Anthropic recommends."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        said = call["function"]["arguments"]
+        if not isinstance(said, Mapping):
+            said = {} if str(said).strip() in ("", "null") else {"INVALID_JSON": said}
+        calls.append({**call, "function": {**call["function"], "arguments": said}})
+    return {**message, "tool_calls": calls}
 
 
 def find_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any], wanted: str = "default") -> str | None:

@@ -27,10 +27,10 @@ from afterglow.text.reply_memory import (
     Segment,
     chains,
     parts_digest,
-    place_replies,
     rows_at,
     splice,
 )
+from afterglow.text.reply_places import place_replies
 from afterglow.text.tokenizer_files import read_parts
 from afterglow.text.turns import TOKENS, BlockMark, Turns, find_marks, find_turns, rows_before
 

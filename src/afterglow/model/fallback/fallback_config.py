@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from afterglow.errors import ModelError
+from afterglow.model.checkpoint import refuse_other_weights
 from afterglow.model.config_reading import Config, reading, refuse_architecture, token_ids
 from afterglow.model.refusals import UNSUPPORTED, refuse_keys
 from afterglow.model.spec import ModelSpec
@@ -53,7 +54,6 @@ REFUSED = frozenset(
 )  # fmt: skip
 # Keys that would have transformers read other files than were checked here, and than the digest names.
 OTHER_FILES = ("configuration_files", "transformers_weights")
-ADAPTER = "adapter_config.json"
 # Keys that would have it compute with other code, which it may fetch from a hub.
 OTHER_CODE = ("_attn_implementation", "experts_implementation", "_experts_implementation", "fusion_config")
 # Keys that say where a model comes from, and change nothing.
@@ -115,15 +115,7 @@ def _refuse_other_files(directory: Path, config: Config) -> None:
             raise ModelError(
                 f"{key} in config.json names code that computes a part of it; take the key out of config.json"
             )
-    if (directory / ADAPTER).exists():  # transformers reads it where the package peft is installed
-        raise ModelError(
-            f"{directory}: adapters ({ADAPTER}) are not supported; merge it into the weights, or remove it"
-        )
-    both = ("model.safetensors", "model.safetensors.index.json")
-    if all((directory / name).exists() for name in both):
-        raise ModelError(
-            f"{directory}: there are both {both[0]} and {both[1]}; remove what does not belong to the model"
-        )
+    refuse_other_weights(directory)
 
 
 def _their_config(directory: Path, kind: str) -> Any:

@@ -150,8 +150,13 @@ def _phi3(keys: Keys) -> dict[str, Any]:
     return {
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "partial_rotary_factor": turned_share(keys),
-        "sliding_window": keys.whole("attention.sliding_window") or None,
+        "sliding_window": keys.whole("attention.sliding_window", _phi3_window(keys)) or None,
     }
+
+
+def _phi3_window(keys: Keys) -> int:
+    """Return the window of files that were made before there was a key for it: Phi-3 mini and medium for 4K tokens have one."""
+    return 2047 if keys.count("block_count") in (32, 40) and keys.count("context_length") == 4096 else 0
 
 
 def _smollm3(keys: Keys) -> dict[str, Any]:

@@ -125,12 +125,13 @@ class Batch:
             if not job.running:
                 self._let_go(job)
 
-    def disown(self, tenant: str, name: str, jobs: Iterable[Job]) -> None:
+    def disown(self, tenant: str, name: str, jobs: Iterable[Job]) -> bool:
         """Take note that a conversation was deleted: the rows of its turns (among `jobs`, or still being saved) go when they
-        end."""
-        for job in (*jobs, *self._tails.values()):
-            if job.owner == (tenant, name):
-                job.disowned = True
+        end. False: it has none."""
+        own = [job for job in (*jobs, *self._tails.values()) if job.owner == (tenant, name)]
+        for job in own:
+            job.disowned = True
+        return bool(own)
 
     def _let_go(self, job: Job) -> None:
         for extent in job.uses:

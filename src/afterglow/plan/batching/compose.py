@@ -71,7 +71,8 @@ class StepComposer:
             runs = self._decodes(now, guesses)
             short = runs or all(job.spec.patient for job in self._queue.jobs.values())
             return runs + self._prefills(now, self._chunk if short else max(self._chunk, IDLE_PREFILL))
-        runs = self._prefills(now, IDLE_PREFILL)
+        patient = all(job.spec.patient for job in self._queue.jobs.values())
+        runs = self._prefills(now, PATIENT_PREFILL if patient else IDLE_PREFILL)
         if all(self._queue.jobs[run.job].lingering for run in runs):  # no job waits for those
             runs += self._decodes(now, guesses)
         return runs  # a prefill or decodes, as in the papers
@@ -222,7 +223,8 @@ class StepComposer:
             start, gathers, job.stop = stage.start, stage.gathers, stage.stop
             job.lacks = self._cache.device.lacking(job.lacks, start - sum(g.stop - g.start for g in gathers), start)
         rest = (job.stop if job.stop is not None else job.length) - start
-        rows = min(rest, budget) if self._chunk and not job.approximate else rest  # all its rows ask for important ones
+        cut = (self._chunk or job.spec.patient) and not job.approximate  # all rows of such a one ask for important ones
+        rows = min(rest, budget) if cut else rest
         rows = min(rows, self._cache.device.most_new(start))
         tokens = struct.unpack_from(f"<{rows}I", job.tokens, 4 * start)
         sample = start + rows == job.length and job.remaining > 0
@@ -257,6 +259,7 @@ class StepComposer:
         return Sharer.of(job, rows, self._drafts.prefix_of(job), self._share_heads)
 
 
+PATIENT_PREFILL = 512  # rows of a patient job in a step where prefills are not cut
 MIN_SHARED_ROWS = 64  # fewer are not worth a read of their own
 
 

@@ -39,6 +39,7 @@ class Drafts:
             if (
                 draft is None
                 or draft.sealed
+                or draft.first_row + draft.planned != start
                 or draft.planned == self._cache.capacity.max_extent_rows
                 or start in borders
             ):
@@ -82,7 +83,7 @@ class Drafts:
             planned = draft.planned
             if 0 < draft.room - planned <= soon:
                 self._widen(draft)
-            if planned < draft.room and not draft.sealed:
+            if planned < draft.room and not draft.sealed and draft.first_row + planned == row:
                 draft.planned = planned + 1
                 draft.teed += 1
                 return (Save(draft.id, draft.slots, planned, row, 1),)
@@ -137,9 +138,7 @@ class Drafts:
 
     def commit(self, job: Job, now: float) -> None:
         """Take note that a step of the job was computed: seal drafts that are full, or that end with the prompt."""
-        for draft in reversed(job.drafts):
-            if draft.planned == draft.rows:
-                break
+        for draft in job.drafts:
             draft.rows = draft.planned
         all_of_them = not job.saving or job.rows == job.target
         if all_of_them or any(draft.rows == self._cache.capacity.max_extent_rows for draft in job.drafts):
@@ -210,7 +209,10 @@ class Drafts:
             self._cache.counters.orphans += 1
             job.saving = False
             return False
-        if job.covered == draft.first_row:
+        again = (
+            job.drafts and job.drafts[0].first_row < draft.stop
+        )  # it was sent back, and computes these rows once more
+        if job.covered == draft.first_row and not again:
             job.covered = draft.stop
         for holder in holders:
             if holder not in job.uses:

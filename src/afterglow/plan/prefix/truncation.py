@@ -110,7 +110,10 @@ class Rules:
     @property
     def most(self) -> int:
         """Tokens that remain of a prompt that is cut, at most (but for a longer system prompt, and a last turn)."""
-        return self.window.limit - ceil(self.ratio * self.window.limit)
+        limit = self.window.limit
+        return min(
+            limit - ceil(self.ratio * limit), self.window.longest(limit)
+        )  # beside which a reply has its reserved part
 
     def drop(
         self, rows: int, turns: Sequence[int], gone: Sequence[Rows], scores: Sequence[float] = ()

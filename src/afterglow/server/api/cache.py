@@ -47,14 +47,17 @@ async def delete_session(http: HttpRequest) -> Response:
     state, _, salt = _context(http)
     name = http.path_params["name"]
     _check_alive(state)
-    state.kept_replies.forget_turns()
     found = await ENGINE(state.engine.forget_session, salt, name)
-    if not found:
+    if found:
+        state.kept_replies.forget_turns()
+    else:
         await _refuse_prompt(state, salt, name)
     found = await _with_others(state, lambda names: names.forget_session(salt, name, found), found)
-    if not found:
+    # The texts of replies are kept for longer than rows that were evicted.
+    texts = state.tokenizer.replies.forget(salt, name)
+    texts += await ask_database(state.engine.conversations.replies.forget, [salt], name)
+    if not (found or texts):
         raise _unknown(name)
-    await ask_database(state.engine.conversations.replies.forget, [salt], name)
     return json_response({"object": "cache.session", "name": name, "deleted": True})
 
 

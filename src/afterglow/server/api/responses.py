@@ -109,8 +109,8 @@ class ResponseReply(Replies):
         yield self._event(f"response.{done['status']}", response=done)
 
     def failed(self, error: RequestError) -> bytes:
-        said = {"code": "server_error", "message": str(error)}
-        return self._event("response.failed", response=self._describe("failed", [], None, said))
+        said = {"code": error.code or "server_error", "message": str(error)}
+        return self._event("response.failed", response=self._describe("failed", self._output.items, None, said))
 
     async def _finish(self) -> dict[str, Any]:
         """Describe the response as it ended; store it if the client wants that and the disk allows it."""

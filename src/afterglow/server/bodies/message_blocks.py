@@ -71,6 +71,7 @@ def read_lifetime(block: Mapping[str, Any], where: str) -> float | None:
 Block = tuple[Mapping[str, Any], str]  # with its path
 ROLES = ("user", "assistant", "system")
 TEXT_ONLY = "this server reads text, and blocks of type {} alone"
+ACCOUNTING = "x-anthropic-billing-header:"  # Claude Code begins a block so, which is another one with each request: no prompt would be cached
 ERROR = "Error: "  # before a result that says is_error: templates know no field for it
 
 
@@ -91,7 +92,9 @@ class ChatWriter:
         if given is None or given == "" or given == []:
             return
         for block, where in self._count(_blocks(given, "system")):
-            self._text("system", _text_of(block, where, "'text'"), block, where)
+            text = _text_of(block, where, "'text'")
+            if not text.startswith(ACCOUNTING):
+                self._text("system", text, block, where)
 
     def message(self, given: object, where: str) -> None:
         """Add a message. Raises: RequestError, with the path of the mistake."""

@@ -52,6 +52,8 @@ class KeptReplies:
         if reply.reasoning or not reply.reasoned:  # otherwise the message does not show that there were marks
             parts = (reply.content, reply.calls, reply.reasoning)
             kept = self._tokenizer.remember(prompt, reply.text, reply.tokens, ends, *parts)
+        if kept is not None and request.session_id is not None:
+            self._tokenizer.replies.assign(prompt.chain, request.session_id)
         if kept is not None and write and request.reuse and not request.volatile:
             self._write(prompt, kept, request, ends)
         if self._expects:
@@ -79,8 +81,12 @@ class KeptReplies:
     def load(self) -> None:
         """Take over the replies that were kept before a restart."""
         try:
-            for chain, salt, body, ends in self._engine.conversations.replies.all():
-                self._tokenizer.replies.restore(bytes.fromhex(chain), salt, Reply.from_json(body["text"], body), ends)
+            replies = self._tokenizer.replies
+            for name, salt, body, session, ends in self._engine.conversations.replies.all():
+                chain = bytes.fromhex(name)
+                replies.restore(chain, salt, Reply.from_json(body["text"], body), ends)
+                if session is not None:
+                    replies.assign(chain, session)
         except StoreError as error:
             log.warning("the ids of earlier replies are lost: %s", error)
 

@@ -23,7 +23,7 @@ CREATE TABLE IF NOT EXISTS replies (
 )
 MAX_REPLIES: Final = 16_384
 
-Reply = tuple[str, str, dict[str, Any], float]  # chain, salt, body, when it expires
+Reply = tuple[str, str, dict[str, Any], str | None, float]  # chain, salt, body, session, when it expires
 
 
 class StoredReplies:
@@ -82,7 +82,7 @@ class StoredReplies:
             query = "SELECT chain, salt, session, body, crc32c, expires FROM replies WHERE expires > ? ORDER BY expires"
             for chain, salt, session, body, crc, expires in db.execute(query, (self._clock(),)):
                 if crc_of(chain, salt, session, body) == crc:
-                    found.append((chain, salt, json.loads(body), float(expires)))
+                    found.append((chain, salt, json.loads(body), session, float(expires)))
                 else:
                     bad.append(chain)
             self._file.damaged += len(bad)
@@ -99,22 +99,20 @@ class StoredReplies:
         """
         return self._file.run(lambda db: [salt for (salt,) in db.execute("SELECT DISTINCT salt FROM replies")])
 
-    def forget(self, salts: Sequence[str] | None = None, session: str | None = None) -> None:
-        """Forget the replies under these salts (None: all), of one conversation or of any.
+    def forget(self, salts: Sequence[str] | None = None, session: str | None = None) -> int:
+        """Forget the replies under these salts (None: all), of one conversation or of any. Returns their number.
 
         Raises:
             StoreError: they cannot be deleted.
         """
 
-        def work(db: sqlite3.Connection) -> None:
+        def work(db: sqlite3.Connection) -> int:
             if salts is None:
-                db.execute("DELETE FROM replies")
-            for salt in salts or ():
-                db.execute(
-                    "DELETE FROM replies WHERE salt = ? AND (? IS NULL OR session = ?)", (salt, session, session)
-                )
+                return db.execute("DELETE FROM replies").rowcount
+            values = [(salt, session, session) for salt in salts]
+            return db.executemany("DELETE FROM replies WHERE salt = ? AND (? IS NULL OR session = ?)", values).rowcount
 
-        self._file.run(work)
+        return max(0, self._file.run(work))
 
     def forget_tenant(self, tenant: str) -> None:
         """Forget the replies under all salts of a tenant (TENANT/SALT).

@@ -65,3 +65,31 @@ def _target(part: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, 
     """Find what `$ref` of a part names within the schema; None where there is no such thing."""
     found = referred(part.get("$ref"), schema)
     return None if found is None else found[1]
+
+
+def types_of(schema: object, whole: Mapping[str, Any], depth: int = 8) -> frozenset[str] | None:
+    """Name the JSON types of the values that a part of the schema `whole` permits; None where that is any, or is not known."""
+    if not isinstance(schema, Mapping) or not depth:
+        return None
+    named = schema.get("type")
+    if isinstance(named, str | list):
+        return frozenset([named] if isinstance(named, str) else filter(lambda each: isinstance(each, str), named))
+    if (target := _target(schema, whole)) is not None:
+        return types_of(target, whole, depth - 1)
+    if "const" in schema:
+        return frozenset([type_of(schema["const"])])
+    if isinstance(values := schema.get("enum"), list):
+        return frozenset(map(type_of, values))
+    if isinstance(ways := schema.get("anyOf", schema.get("oneOf")), list):
+        found = [types_of(way, whole, depth - 1) for way in ways]
+        return None if None in found else frozenset().union(*(each for each in found if each is not None))
+    return None
+
+
+def type_of(value: object) -> str:
+    """Name the JSON type of a value; that of each number is `number`."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if isinstance(value, int | float):
+        return "number"
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"

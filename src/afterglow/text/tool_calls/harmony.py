@@ -22,7 +22,7 @@ def address(header: str) -> tuple[str | None, str | None]:
 class HarmonyParser(ReplyParser):
     """Messages with headers: `<|channel|>NAME to=functions.TOOL <|constrain|>json<|message|>TEXT<|end|>`.
 
-    The prompt ends with `<|start|>assistant`, so the reply begins within a header.
+    The prompt ends with `<|start|>assistant`, so the reply begins within a header. Without tools no message is a call.
     """
 
     _header = ""
@@ -48,7 +48,7 @@ class HarmonyParser(ReplyParser):
 
     def _open(self) -> None:
         channel, recipient = address(self._header)
-        if recipient is not None:
+        if recipient is not None and self.tools:
             self._kind = "call"
             self._begin(recipient)
         else:
@@ -69,5 +69,7 @@ class HarmonyParser(ReplyParser):
                 self._close()
         elif self._kind:
             self._body(self._buffer.text)
-        elif CHANNEL not in self._header:  # a reply without channels
-            self._content(self._header + self._buffer.text)
+        else:
+            rest = self._header + self._buffer.text
+            if CHANNEL not in rest and not rest.lstrip().startswith(START):  # a reply without channels
+                self._content(rest)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from typing import Any
 
-from afterglow.text.tool_calls.arguments import arguments_of
+from afterglow.text.tool_calls.arguments import arguments_of, type_of, types_of
 from afterglow.text.tool_calls.parts import ReplyParser, Schemas, before_mark
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -24,7 +25,9 @@ class QwenXmlParser(ReplyParser):
         self._step = self._text
         self._name = ""
         self._value = ""  # of a parameter that is no string
+        self._schema: Mapping[str, Any] = {}  # of the call that is read
         self._arguments = arguments_of({})
+        self._types: frozenset[str] | None = None  # of the parameter that is read
         self._count = 0  # parameters of the call
         self._string = False
         self._line = False  # the value has begun, after the line break that does not count
@@ -62,7 +65,8 @@ class QwenXmlParser(ReplyParser):
             return False
         name, self._name = self._name.strip(), ""
         self._begin(name)
-        self._arguments = arguments_of(self.tools.get(name, {}))
+        self._schema = self.tools.get(name, {})
+        self._arguments = arguments_of(self._schema)
         self._count = 0
         self._argue("{")
         self._step = self._between
@@ -94,7 +98,8 @@ class QwenXmlParser(ReplyParser):
         if mark is None:
             return False
         key, self._name = self._name.strip(), ""
-        self._string = is_text(self._arguments.named.get(key, self._arguments.others))
+        self._types = types_of(self._arguments.named.get(key, self._arguments.others), self._schema)
+        self._string = self._types == frozenset(("string",))
         self._argue((", " if self._count else "") + json.dumps(key, ensure_ascii=False) + ": " + '"' * self._string)
         self._count += 1
         self._value, self._line = "", False
@@ -115,7 +120,7 @@ class QwenXmlParser(ReplyParser):
             self._value += read
         if mark is None:
             return False
-        self._argue('"' if self._string else written(self._value))
+        self._argue('"' if self._string else written(self._value, self._types))
         self._step = self._between
         return True
 
@@ -131,16 +136,18 @@ class QwenXmlParser(ReplyParser):
             self._argue(json.dumps(rest, ensure_ascii=False)[1:-1])
 
 
-def is_text(schema: object) -> bool:
-    """Tell whether a schema wants a string, and nothing else."""
-    return isinstance(schema, Mapping) and schema.get("type") == "string"
-
-
-def written(value: str) -> str:
-    """Write a value as JSON: as it is where it is JSON, and otherwise as a string."""
+def written(value: str, types: frozenset[str] | None = None) -> str:
+    """Write a value as JSON: as it is where it is JSON, and otherwise as a string. A value of another type than its `types`, where strings are
+    among those, is a string as well."""
+    text = value.strip()
     try:
-        json.loads(value)
+        found = json.loads(value)
     except (ValueError, RecursionError):
-        found = {"true": "true", "false": "false", "none": "null"}.get(value.strip().lower())
-        return found or json.dumps(value, ensure_ascii=False)
-    return value.strip()
+        text = {"true": "true", "false": "false", "none": "null"}.get(text.lower(), "")
+        if not text:
+            return json.dumps(value, ensure_ascii=False)
+        found = json.loads(text)
+    kinds = {type_of(found), *(("integer",) if isinstance(found, int) and not isinstance(found, bool) else ())}
+    if types is not None and "string" in types and not kinds & types:
+        return json.dumps(value, ensure_ascii=False)
+    return text

@@ -152,9 +152,9 @@ def test_flags_become_settings() -> None:
         (
             ["chat", "--url", "http://127.0.0.1:9", "--host-cache", "8G"],
             2,
-            "--host-cache does nothing here: a server has options of its own",
+            "--host-cache does nothing beside --url: a server has options of its own",
         ),
-        (["chat", "--api-key", "k"], 2, "--api-key does nothing here: it is for a server: give its --url too"),
+        (["chat", "--api-key", "k"], 2, "--api-key does nothing without --url: it is for a server"),
         (["embed", "a", "--threshold", "0.9"], 2, "--threshold does nothing without --memo"),
         (["serve", "--memo-mode", "on"], 2, "--memo-mode does nothing without --memo"),
         (["bench", "nothing"], 2, "no benchmark 'nothing'"),

@@ -93,6 +93,7 @@ def test_quantised_tensors(tiny: Path) -> None:
 
 
 def test_missing_shard_and_bad_index(tiny: Path) -> None:
+    (tiny / "model.safetensors").unlink()
     (tiny / INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
     refused(tiny, "model-00001-of-00002.safetensors", "missing")
     (tiny / INDEX).write_text(json.dumps({"weight_map": {"a": "../../secret.safetensors"}}))

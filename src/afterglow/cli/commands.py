@@ -52,6 +52,9 @@ Model = Annotated[
 ]
 
 
+OF_MEMO = (("threshold", "memo_mode"), "without --memo: give that too")
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         print(f"afterglow {__version__}")
@@ -69,10 +72,12 @@ def _root(
 
 
 @command(app, "serve")
-def serve(model: Model, server: ServerConfig, engine: EngineConfig) -> int:
+def serve(model: Model, server: ServerConfig, engine: EngineConfig, given: Given) -> int:
     """Start an OpenAI-compatible server that keeps KV caches in device memory, host memory and on disk."""
     from afterglow.cli.serve import serve as run
 
+    if server.memo is None:
+        given.refuse(*OF_MEMO)
     return run(model, server, engine)
 
 
@@ -127,10 +132,14 @@ def pull(
 
 
 @command(app, "embed")
-def embed(options: EmbedConfig, engine: Annotated[EngineConfig, Only(("quantization", "threads"))]) -> int:
+def embed(
+    options: EmbedConfig, engine: Annotated[EngineConfig, Only(("quantization", "threads"))], given: Given
+) -> int:
     """Turn texts into vectors of unit length: vectors are near where texts mean something alike."""
     from afterglow.cli.embed import embed as run
 
+    if options.memo is None:
+        given.refuse(*OF_MEMO)
     return run(options, engine)
 
 

@@ -21,7 +21,6 @@ from afterglow.library.language_model import LanguageModel, load_model
 from afterglow.library.locate import ABOUT_BUNDLED, BUNDLED, find_model, model_name
 from afterglow.library.sampling_defaults import SamplingDefaults
 from afterglow.request import CachedTokens, Content, Reasoning, SamplingParams
-from afterglow.sim.scenario_options import flag
 
 LONGEST_PASSAGE = 300  # characters
 TIMES = 4
@@ -210,16 +209,11 @@ _TIERS = ("device", "host", "disk", "shared")
 def chat(model: str | None, config: EngineConfig, options: ChatOptions, sampling: SamplingOptions, given: Given) -> int:
     """Converse with a server, or with a model in this process, and return the exit code. Raises: UserError."""
     max_tokens, drawn = options.max_tokens, sampling.given()
-    own = {each.name for kind in (EngineConfig, CacheConfig) for each in fields(kind)} if options.url else {"api_key"}
-    if useless := sorted(own & given.typed):
-        about = (
-            "a server has options of its own: leave it out, or --url"
-            if options.url
-            else "it is for a server: give its --url too"
-        )
-        raise ConfigError(f"{flag(useless[0])} does nothing here: {about}")
     if options.url is not None:
+        own = (each.name for kind in (EngineConfig, CacheConfig) for each in fields(kind))
+        given.refuse(own, "beside --url: a server has options of its own")
         return converse(RemoteSpeaker(options.url, options.api_key, model, max_tokens, drawn), options.system)
+    given.refuse(("api_key",), "without --url: it is for a server")
     path = find_model(model)
     bundled = model_name(model, path) == BUNDLED
     if max_tokens is None:

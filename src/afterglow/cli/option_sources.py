@@ -57,6 +57,14 @@ class Given:
         """Return the place of a parameter's value, or None if it was typed or is the default."""
         return None if name in self.typed else self.sources.get(name)
 
+    def refuse(self, names: Iterable[str], why: str) -> None:
+        """Refuse options of the command line that do nothing. Files and variables may be for several commands.
+
+        Raises: ConfigError.
+        """
+        for name in sorted(self.typed.intersection(names)):
+            raise ConfigError(f"--{name.replace('_', '-')} does nothing {why}")
+
     def named(self, message: str) -> str:
         """Replace options in a message by the variables and keys of the file that gave their values."""
 

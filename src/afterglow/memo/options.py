@@ -44,9 +44,6 @@ class MemoReuse:
         if not 0 < self.threshold <= 1:
             raise ConfigError(f"--threshold must be above 0 and at most 1, got {self.threshold}")
         check_memo_mode(self.memo_mode)
-        for name, unused in (("threshold", DEFAULT_THRESHOLD), ("memo_mode", "auto")):
-            if self.memo is None and getattr(self, name) not in (unused, "off"):
-                raise ConfigError(f"--{name.replace('_', '-')} does nothing without --memo: give that too")
 
 
 def check_memo_mode(mode: str) -> None:

@@ -223,14 +223,15 @@ def test_two_signals_at_once_are_one(server: Running, monkeypatch: pytest.Monkey
 
 
 def test_an_engine_that_dies_while_the_server_drains_is_said(model_dir: Path) -> None:
-    with running(model_dir, hold=True) as server:
+    with running(model_dir, ServerConfig(port=0, grace=60.0), hold=True) as server:
         answers: list[httpx.Response] = []
-        thread = threading.Thread(target=lambda: answers.append(httpx.post(server.url + CHAT, json=HI, timeout=20)))
+        thread = threading.Thread(target=lambda: answers.append(httpx.post(server.url + CHAT, json=HI, timeout=30)))
         thread.start()
         wait_for(lambda: server.engine.in_flight == 1)
-        server.service.state.bridge.draining = True
+        server.service.stop()
+        wait_for(lambda: server.service.state.bridge.draining)
         server.engine.die()
-        thread.join(10)
+        thread.join(20)
         assert answers[0].json()["error"]["code"] == "engine_dead"
 
 

@@ -203,6 +203,7 @@ class SharedNames:
         if kind == "session":
             name = str(event["name"])
             self._ids.forget_session(str(owner), name)
+            self._tokenizer.replies.forget(lambda salt: owner_of(salt) == owner, name)
             for salt in replies.salts():
                 if owner_of(salt) == owner:
                     self._noted.pop((salt, name), None)

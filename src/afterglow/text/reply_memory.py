@@ -245,10 +245,10 @@ class ReplyMemory:
             if (found := self._replies.get(chain)) is not None:
                 found.session = session
 
-    def forget(self, salt: str, session: str) -> int:
-        """Forget the replies of a named conversation; return their number."""
+    def forget(self, whose: Callable[[str], bool], session: str) -> int:
+        """Forget the replies of a named conversation whose salt satisfies `whose`; return their number."""
         with self._lock:
-            own = [chain for chain, kept in self._replies.items() if (kept.salt, kept.session) == (salt, session)]
+            own = [chain for chain, kept in self._replies.items() if kept.session == session and whose(kept.salt)]
             for chain in own:
                 self._drop(chain)
         return len(own)

@@ -54,7 +54,7 @@ async def delete_session(http: HttpRequest) -> Response:
         await _refuse_prompt(state, salt, name)
     found = await _with_others(state, lambda names: names.forget_session(salt, name, found), found)
     # The texts of replies are kept for longer than rows that were evicted.
-    texts = state.tokenizer.replies.forget(salt, name)
+    texts = state.tokenizer.replies.forget(lambda own: own == salt, name)
     texts += await ask_database(state.engine.conversations.replies.forget, [salt], name)
     if not (found or texts):
         raise _unknown(name)

@@ -98,8 +98,8 @@ class QwenXmlParser(ReplyParser):
         if mark is None:
             return False
         key, self._name = self._name.strip(), ""
-        self._types = types_of(self._arguments.named.get(key, self._arguments.others), self._schema)
-        self._string = self._types == frozenset(("string",))
+        schema = self._arguments.named.get(key, self._arguments.others)
+        self._types, self._string = types_of(schema, self._schema), is_text(schema)
         self._argue((", " if self._count else "") + json.dumps(key, ensure_ascii=False) + ": " + '"' * self._string)
         self._count += 1
         self._value, self._line = "", False
@@ -134,6 +134,11 @@ class QwenXmlParser(ReplyParser):
         elif self._step == self._content_of and self._string:
             rest = before_mark(self._buffer.text, ("\n" + STOP, STOP))
             self._argue(json.dumps(rest, ensure_ascii=False)[1:-1])
+
+
+def is_text(schema: object) -> bool:
+    """Tell whether a schema wants a string, and says so by its type."""
+    return isinstance(schema, Mapping) and schema.get("type") == "string"
 
 
 def written(value: str, types: frozenset[str] | None = None) -> str:

@@ -155,6 +155,12 @@ def test_flags_become_settings() -> None:
             "--host-cache does nothing beside --url: a server has options of its own",
         ),
         (["chat", "--api-key", "k"], 2, "--api-key does nothing without --url: it is for a server"),
+        (["serve", "--importance-renew", "0"], 2, "--importance-renew does nothing without --importance"),
+        (
+            ["generate", "-p", "a", "--reorder-interval", "60"],
+            2,
+            "--reorder-interval does nothing without --importance",
+        ),
         (["embed", "a", "--threshold", "0.9"], 2, "--threshold does nothing without --memo"),
         (["serve", "--memo-mode", "on"], 2, "--memo-mode does nothing without --memo"),
         (["bench", "nothing"], 2, "no benchmark 'nothing'"),

@@ -13,7 +13,7 @@ from tests import reasoning_templates as kit
 from tests.scripted_model import Scripted, scripted
 from tests.server.test_messages import HEADERS
 
-ASK = {"role": "user", "content": "What colour is the kite?"}
+ASK = {"role": "user", "content": "What colour is the kite, and what is <think>?"}
 BEGUN = {"role": "assistant", "content": "The kite"}
 CHAT = "/v1/chat/completions"
 
@@ -149,6 +149,7 @@ def test_mistakes_are_named(server: Scripted, path: str, body: dict[str, Any], p
         ("r1", "<think>\nLet me", " see.\n</think>\n\nRed.", "see.", "Red."),
         ("qwen", "<think>\nHm.\n</think>\n\nThe", " kite.", None, " kite."),
         ("qwen", "Thoughts begin with ", "<think> and end.", None, "<think> and end."),
+        ("qwen", "It", " is a mark.", None, " is a mark."),
     ],
 )
 def test_reasoning_goes_on_where_the_beginning_ends_in_it(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
 from math import inf
@@ -283,3 +284,22 @@ def test_texts_are_deleted_with_a_conversation_whose_rows_are_gone(model_dir: Pa
             assert [session for *_, session, _ in kept.all()] == ["t"]
             assert len(server.tokenizer.replies) == 1
             assert http.delete("/v1/cache/sessions/s").status_code == 404
+
+
+def test_a_turn_that_runs_while_its_conversation_is_deleted_leaves_no_text(model_dir: Path, tmp_path: Path) -> None:
+    with running(model_dir, conversations=Conversations(tmp_path), step_seconds=0.02) as server:
+        stream = server.openai().chat.completions.create(
+            model="fake-model",
+            messages=[{"role": "user", "content": "one"}],
+            stream=True,
+            extra_body={"session_id": "s"},
+        )
+        next(iter(stream))
+        server.engine.named.clear()
+        with server.http() as http:
+            http.delete("/v1/cache/sessions/s")
+        deque(stream, maxlen=0)
+        assert len(server.tokenizer.replies) == 0
+        chat(server, "two", extra_body={"session_id": "s"})
+        wait_for(lambda: len(server.engine.conversations.replies.all()) == 1)
+        assert len(server.tokenizer.replies) == 1

@@ -111,9 +111,13 @@ def test_what_claude_code_sends_for_its_accounts_is_left_out(hermes: Scripted) -
         prompts.append(hermes.prompt())
         counted = post(hermes, "/count_tokens", system=system).json()["input_tokens"]
         assert counted == total(found["usage"]) == len(hermes.requests[-1].prompt)
-    hermes.say("Hello.")
+    hermes.say("Hello.", "Hello.", "Hello.")
     ask(hermes, system=SYSTEM)
     assert prompts == [hermes.prompt()] * 2
+    ask(hermes, system="Be brief.")
+    whole = hermes.prompt()
+    ask(hermes, system="x-anthropic-billing-header: cc_version=2; cch=0a1b2;\nBe brief.")
+    assert hermes.prompt() == whole, "as one text"
 
 
 def test_text_then_calls(hermes: Scripted) -> None:

@@ -131,6 +131,10 @@ MADE = [  # by others, with a right checksum
     (b'"kind":"exact"', b'"expires":"nan","kind":"exact"'),
     (b'"kind":"exact"', b'"kind":["exact"]'),
     (b'"format":', b"format:"),
+    (b'"salt":"s"', b'"salt":"\\ud800"'),
+    (b'"parent_rows":"0"', b'"parent_rows":"1' + b"0" * 30 + b'"'),
+    (b'"parent_rows":"0"', b'"parent_rows":1e400'),
+    (b'"kind":"exact"', b'"expires":1' + b"0" * 400 + b',"kind":"exact"'),
 ]
 
 

@@ -43,11 +43,16 @@ def read(parser: ReplyParser, text: str, width: int) -> tuple[str, str, Calls]:
 
 
 OPTIONAL: dict[str, Any] = {
-    "$defs": {"Name": {"enum": ["a", "b"]}},
+    "$defs": {
+        "Name": {"enum": ["a", "b"]},
+        "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}] * 400},
+    },
     "properties": {
         "zip": {"anyOf": [{"type": "string"}, {"type": "null"}]},
         "both": {"type": ["string", "integer"]},
         "name": {"$ref": "#/$defs/Name"},
+        "old": {"allOf": [{"$ref": "#/$defs/Name"}, {"description": "as pydantic 1 writes it"}]},
+        "loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "string"}]},
         "any": {},
     },
 }
@@ -63,6 +68,8 @@ OPTIONAL: dict[str, Any] = {
         ("both", "7", "7"),
         ("both", "7.5", '"7.5"'),
         ("name", "7", '"7"'),
+        ("old", "7", '"7"'),
+        ("loop", "7", "7"),
         ("any", "7", "7"),
     ],
 )

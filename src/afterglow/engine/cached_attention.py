@@ -188,7 +188,8 @@ def _fastest(device: torch.device, layers: int, call: Callable[[int], object], r
                 call(layer)
 
         all_layers()  # builds what kernels are needed
-        with contextlib.suppress(NotRecorded):
+        # As steps are recorded: torch's generator of random numbers takes no recordings of both kinds.
+        with contextlib.suppress(NotRecorded), torch.inference_mode():
             graph, _ = Recorder(device).record(all_layers)
             return min(_seconds(device, graph.replay) for _ in range(GRAPH_ROUNDS)) / layers
     return min(_seconds(device, partial(call, layer % layers)) for layer in range(layers * PROBE_ROUNDS))

@@ -108,8 +108,11 @@ class PrefixRegistrar:
                 raise RequestError(last.error or "the prefix was not computed", status=503)
 
     def _wait_kept(self, owner: str, name: str, rows: int) -> PrefixState:
-        """Wait until all rows are kept in host, and on disk unless the disk refuses them or takes long. Rows that were on disk before, and were not
-        loaded, are loaded when they are needed."""
+        """Wait until all rows are kept in host, and on disk unless the disk refuses them or takes long. Rows that were on
+        disk before, and were not loaded, are loaded when they are needed.
+
+        Raises: RequestError.
+        """
         began = time.monotonic()
         on_disk = self._parts.capacity.disk_bytes
         while True:
@@ -120,9 +123,9 @@ class PrefixRegistrar:
             if found.kept and max(found.host, found.disk) >= rows:
                 if not on_disk or found.disk >= rows or not found.writing or waited > WRITE_SECONDS:
                     return found
-            elif waited > KEEP_SECONDS and found.kept:  # some rows in host, the others on disk
-                return found
             elif waited > KEEP_SECONDS:
+                if found.kept:  # some rows are in host, the others on disk
+                    return found
                 raise RequestError("the prefix was computed and could not be kept: is the host cache full?", status=503)
             time.sleep(POLL_SECONDS)
 

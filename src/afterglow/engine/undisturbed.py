@@ -11,8 +11,8 @@ from collections.abc import Iterator
 def undisturbed() -> Iterator[None]:
     """Switch garbage collection off while millions of objects are made that stay.
 
-    Afterwards these objects count as old, so that the collector does not look at them soon. Has no effect where garbage
-    collection is off anyway.
+    Afterwards these objects count as old, so that the collector does not look at them soon; not where a process has frozen the objects
+    that it began with, which would thaw. Has no effect where garbage collection is off anyway.
     """
     if not gc.isenabled():
         yield
@@ -21,6 +21,7 @@ def undisturbed() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()
-        gc.unfreeze()  # which moves all objects to the oldest generation
+        if not gc.get_freeze_count():
+            gc.freeze()
+            gc.unfreeze()  # which moves all objects to the oldest generation
         gc.enable()

@@ -73,7 +73,7 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     if len(parts) == 1:
         return out, lse
     dtype = out.dtype
-    if out.device.type == "cuda" and (fused := _fused()) is not None:
+    if out.device.type == "cuda" and (fused := _fused(out.device)) is not None:
         out, lse = out.to(torch.float32, copy=True), lse.clone()
         with launching_on(out.device):
             for other, other_lse in parts[1:]:
@@ -97,7 +97,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 def merge_into(out: Tensor, lse: Tensor, rows: slice | Tensor, part: tuple[Tensor, Tensor]) -> None:
     """Merge a part, [n, heads, head_dim] and [n, heads], into `rows` (n different rows; a slice or int64) of the results so
     far: `out` [batch, heads, head_dim] and `lse` [batch, heads], float32."""
-    if out.device.type == "cuda" and (fused := _fused()) is not None:
+    if out.device.type == "cuda" and (fused := _fused(out.device)) is not None:
         with launching_on(out.device):
             if isinstance(rows, slice):
                 fused(out[rows], lse[rows], *part)
@@ -108,14 +108,15 @@ def merge_into(out: Tensor, lse: Tensor, rows: slice | Tensor, part: tuple[Tenso
 
 
 @functools.cache
-def _fused() -> Callable[..., None] | None:
-    """Return the merge as one kernel, or None where Triton is missing or cannot build it. Torch takes five kernels, and each
-    reads and writes everything."""
+def _fused(device: torch.device) -> Callable[..., None] | None:
+    """Return the merge as one kernel for a device, or None where Triton is missing or cannot build it. Torch takes five
+    kernels, and each reads and writes everything."""
     try:  # the first launch needs a C compiler and Python's headers, which not every container has
         from afterglow.kernels.triton_merge import merge_onto
 
-        part, lse = (torch.zeros(size, dtype=torch.float32, device="cuda") for size in ((1, 1, 64), (1, 1)))
-        merge_onto(part, lse, part.clone(), lse.clone())
+        part, lse = (torch.zeros(size, dtype=torch.float32, device=device) for size in ((1, 1, 64), (1, 1)))
+        with launching_on(device):
+            merge_onto(part, lse, part.clone(), lse.clone())
     except ImportError:
         return None
     except Exception as error:

@@ -30,7 +30,7 @@ def encoder_from_config(config: Config) -> tuple[EncoderSpec, Names]:
 
 def _read(config: Config, family: Family) -> tuple[EncoderSpec, Names]:
     kind = config["model_type"]
-    refuse_keys(config, frozenset())
+    refuse_keys(config, frozenset(("is_causal",)))  # which is false, and right
     known = [family.architecture + head for head in HEADS]
     for name in config.get("architectures") or ():
         if name not in known:

@@ -131,7 +131,7 @@ def is_preset(model: str | Path) -> bool:
 
 
 def compute_dtype(wanted: DtypeName, checkpoint: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of the arithmetic; `checkpoint` is the dtype of the weights' file."""
+    """Return the dtype of the arithmetic; `checkpoint` is the dtype of the weights' file. Raises: ModelError."""
     if wanted == "auto":
         if device.type != "cpu" and checkpoint not in DTYPES:
             raise ModelError(

@@ -183,7 +183,7 @@ def compressed(files: Checkpoint, module: str, shape: tuple[int, int]) -> Quanti
 
 
 def float8(files: Checkpoint, module: str, shape: tuple[int, int]) -> FloatMatrix:
-    """Unpack a matrix of floats of 8 bits."""
+    """Unpack a matrix of floats of 8 bits. Raises: ModelError."""
     name = next((module + mark for mark in SCALES if files.has(module + mark)), None)
     if name is None:
         raise ModelError(

@@ -136,7 +136,7 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, object] | None
     ) -> str:
         """Write a conversation up to the end of its last content. A mark shows where that is, and keeps white space before it,
-        which templates drop."""
+        which templates drop. Raises: RequestError."""
         if CHANNEL in self.source:
             raise RequestError("this model writes replies in channels, and cannot continue one", param="messages")
         mark = f"\ue000{secrets.token_hex(8)}\ue001"
@@ -212,10 +212,9 @@ class _OneTemplate:
         try:
             return self._template.render({**names, "messages": messages})
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
+            # A model may have written arguments that are no object, and the template goes through their names.
             mended = [_with_objects(message) for message in messages]
-            if (
-                mended != messages
-            ):  # a model wrote arguments that are no object, and this template goes through their names
+            if mended != list(messages):
                 return self.render(mended, names)
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"

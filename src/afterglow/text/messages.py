@@ -192,18 +192,20 @@ def flatten_messages(messages: object, name: str = "messages") -> list[dict[str,
     return flat
 
 
-def check_begun(messages: Sequence[Mapping[str, Any]], where: str | None = None) -> None:
-    """Refuse a last message that no reply can go on from. `where`: its path. Raises: RequestError."""
-    last, where = messages[-1], where or f"messages[{len(messages) - 1}]"
-    if last["role"] != "assistant":
+def check_begun(messages: object, where: str | None = None) -> None:
+    """Refuse a last message that no reply can go on from; other mistakes are not looked for. `where`: its path. Raises: RequestError."""
+    if not isinstance(messages, Sequence) or not messages or not isinstance(last := messages[-1], Mapping):
+        return
+    where = where or f"messages[{len(messages) - 1}]"
+    if last.get("role") != "assistant":
         raise RequestError(
-            f"{where}: only an assistant's message can be continued, and the last one has the role {shown(last['role'])}; leave "
+            f"{where}: only an assistant's message can be continued, and the last one has the role {shown(last.get('role'))}; leave "
             "continue_final_message (or prefix) out, or add the beginning of the reply",
             param=where,
         )
     if last.get("tool_calls"):
         raise RequestError(f"{where}: a message with calls cannot be continued; their results come next", param=where)
-    if not last["content"]:
+    if not last.get("content"):
         raise RequestError(f"{where} has no content that a reply could continue", param=where)
 
 

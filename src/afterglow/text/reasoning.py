@@ -205,13 +205,15 @@ class ReasoningFormat:
             return ChannelSplitter()
         start, stop = _TAGS[self.name]
         if beginning:
-            end = prompt[-len(beginning) - 256 :]
-            return TagSplitter(start, stop, opened=True) if end.rfind(start) > end.rfind(stop) else None
+            said = beginning.rfind(start), beginning.rfind(stop)
+            before = prompt[: len(prompt) - len(beginning.lstrip())].rstrip().endswith(start)
+            opened = said[0] > said[1] if said != (-1, -1) else before
+            return TagSplitter(start, stop, opened=True) if opened else None
         prompt = prompt[-256:].rstrip()
         return None if prompt.endswith(stop) else TagSplitter(start, stop, opened=prompt.endswith(start))
 
     def before_grammar(self, prompt: str, mark: InGrammar, *, headed: bool, beginning: str = "") -> str:
-        """Write the Lark grammar of a reply to a prompt, of which a part named `@answer` follows a grammar of its own: what
+        """Write the Lark grammar of a reply to a prompt. Its part `@answer` follows a grammar of its own: what
         comes behind the reasoning. `headed`: that grammar begins with the header of a message. `beginning`: see `splitter`. Empty
         where the reply has no reasoning."""
         if self.name == "openai":

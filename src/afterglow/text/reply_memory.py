@@ -54,9 +54,8 @@ class ChatPrompt:
     turns: tuple[int, ...] = ()  # rows at which turns begin, where they were asked for; see `turns.py`
     uncut: str | None = None  # why it cannot be cut between turns, where that was asked for
     asked: Asked = field(default=Asked(()), repr=False, compare=False)
-    marks: tuple[
-        int, ...
-    ] = ()  # the rows up to the end of each marked block, 0 where that is not found; see `turns.py`
+    # The rows up to the end of each marked block, 0 where that is not found; see `turns.py`.
+    marks: tuple[int, ...] = ()
     begun: Reply | None = None  # the reply that the prompt ends in, and that goes on
 
     @property

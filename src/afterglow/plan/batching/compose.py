@@ -30,6 +30,7 @@ from afterglow.plan.prefix.tree import common_rows
 from afterglow.plan.step import Admit, Gather, Run, Save, Share
 
 IDLE_PREFILL = 2048  # prompt tokens of a step that keeps no decode waiting
+PATIENT_PREFILL = 512  # rows of a patient job in a step where prefills are not cut
 MAX_TRIED_JOBS = 64  # waiting jobs that are tried in one step
 _TOKEN = struct.Struct("<I")
 
@@ -259,7 +260,6 @@ class StepComposer:
         return Sharer.of(job, rows, self._drafts.prefix_of(job), self._share_heads)
 
 
-PATIENT_PREFILL = 512  # rows of a patient job in a step where prefills are not cut
 MIN_SHARED_ROWS = 64  # fewer are not worth a read of their own
 
 

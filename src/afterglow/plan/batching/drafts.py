@@ -209,9 +209,8 @@ class Drafts:
             self._cache.counters.orphans += 1
             job.saving = False
             return False
-        again = (
-            job.drafts and job.drafts[0].first_row < draft.stop
-        )  # it was sent back, and computes these rows once more
+        # A job that was sent back computes these rows once more, for a draft that begins before this one's end.
+        again = any(later.first_row < draft.stop for later in job.drafts[:1])
         if job.covered == draft.first_row and not again:
             job.covered = draft.stop
         for holder in holders:

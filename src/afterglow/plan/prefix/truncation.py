@@ -111,9 +111,8 @@ class Rules:
     def most(self) -> int:
         """Tokens that remain of a prompt that is cut, at most (but for a longer system prompt, and a last turn)."""
         limit = self.window.limit
-        return min(
-            limit - ceil(self.ratio * limit), self.window.longest(limit)
-        )  # beside which a reply has its reserved part
+        # Beside the longest prompt a reply has its reserved part.
+        return min(limit - ceil(self.ratio * limit), self.window.longest(limit))
 
     def drop(
         self, rows: int, turns: Sequence[int], gone: Sequence[Rows], scores: Sequence[float] = ()

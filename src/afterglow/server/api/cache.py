@@ -47,16 +47,13 @@ async def delete_session(http: HttpRequest) -> Response:
     state, _, salt = _context(http)
     name = http.path_params["name"]
     _check_alive(state)
-    found = await ENGINE(state.engine.forget_session, salt, name)
-    if found:
-        state.kept_replies.forget_turns()
-    else:
-        await _refuse_prompt(state, salt, name)
-    found = await _with_others(state, lambda names: names.forget_session(salt, name, found), found)
     # The texts of replies are kept for longer than rows that were evicted.
-    texts = state.tokenizer.replies.forget(lambda own: own == salt, name)
+    texts = state.kept_replies.delete(salt, name)
     texts += await ask_database(state.engine.conversations.replies.forget, [salt], name)
-    if not (found or texts):
+    here = await ENGINE(state.engine.forget_session, salt, name) or texts > 0
+    if not here:
+        await _refuse_prompt(state, salt, name)
+    if not await _with_others(state, lambda names: names.forget_session(salt, name, here), here):
         raise _unknown(name)
     return json_response({"object": "cache.session", "name": name, "deleted": True})
 

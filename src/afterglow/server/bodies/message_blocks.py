@@ -71,7 +71,8 @@ def read_lifetime(block: Mapping[str, Any], where: str) -> float | None:
 Block = tuple[Mapping[str, Any], str]  # with its path
 ROLES = ("user", "assistant", "system")
 TEXT_ONLY = "this server reads text, and blocks of type {} alone"
-ACCOUNTING = "x-anthropic-billing-header:"  # Claude Code begins a block so, which is another one with each request: no prompt would be cached
+# Claude Code begins the first line so. It is another one in each request, and no prompt would be found in the cache.
+ACCOUNTING = "x-anthropic-billing-header:"
 ERROR = "Error: "  # before a result that says is_error: templates know no field for it
 
 
@@ -93,8 +94,9 @@ class ChatWriter:
             return
         for block, where in self._count(_blocks(given, "system")):
             text = _text_of(block, where, "'text'")
-            if not text.startswith(ACCOUNTING):
-                self._text("system", text, block, where)
+            rest = text.partition("\n")[2].lstrip("\n") if text.startswith(ACCOUNTING) else text
+            if rest or rest == text:
+                self._text("system", rest, block, where)
 
     def message(self, given: object, where: str) -> None:
         """Add a message. Raises: RequestError, with the path of the mistake."""

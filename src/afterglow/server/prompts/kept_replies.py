@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from math import inf
 
@@ -18,6 +19,7 @@ from afterglow.text.detokenizer import Assembler
 
 log = logging.getLogger("afterglow.server")
 MAX_WAITING = 64  # replies whose next turns are being rendered; further ones are not
+MAX_DELETED = 4096  # conversations whose running turns leave no reply
 
 
 SWEEP_SECONDS = 60.0
@@ -33,19 +35,25 @@ class KeptReplies:
         self._tokenizer = tokenizer
         self._expects = expects
         self._thread = ThreadPoolExecutor(1, "afterglow-next-turns")  # which begins with the first reply
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], Request] = {}
+        self._deleted: OrderedDict[tuple[str, str], float] = OrderedDict()  # conversations, and when
 
     @property
     def busy(self) -> bool:
         """Check whether next turns are being rendered."""
         return bool(self._tasks)
 
-    def remember(self, prompt: ChatPrompt, request: Request, reply: Assembler, *, write: bool) -> Reply | None:
-        """Remember the ids of a finished reply in memory until its KV expires, and expect the next turn. `write`: over restarts
-        as well.
+    def remember(
+        self, prompt: ChatPrompt, request: Request, reply: Assembler, *, began: float, write: bool
+    ) -> Reply | None:
+        """Remember the ids of a finished reply in memory until its KV expires, and expect the next turn. `began`: when the request came, by
+        `time.perf_counter`. `write`: over restarts as well.
 
-        Returns None if no prefix of the ids decodes to the text, or the text cannot be told from its parts.
+        Returns None if no prefix of the ids decodes to the text, if the text cannot be told from its parts, or if the conversation was
+        deleted meanwhile.
         """
+        if self.was_deleted(request, began):
+            return None
         ttl = request.ttl_s if request.ttl_s is not None else self._engine.config.cache.ttl
         ends = time.time() + ttl if ttl is not None else inf
         kept = None
@@ -106,8 +114,8 @@ class KeptReplies:
         """Have the engine compute what the next turn will begin with, as far as that differs from the prompt and the reply."""
         if len(self._tasks) < MAX_WAITING and request.reuse and self._engine.config.cache.reuse:
             task = asyncio.get_running_loop().create_task(self._render(prompt, request, reply))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks[task] = request
+            task.add_done_callback(lambda task: self._tasks.pop(task, None))
 
     async def _render(self, prompt: ChatPrompt, request: Request, reply: Assembler) -> None:
         loop = asyncio.get_running_loop()
@@ -124,6 +132,22 @@ class KeptReplies:
         """Forget the turns that are being rendered: conversations are deleted."""
         for task in self._tasks:
             task.cancel()
+
+    def delete(self, salt: str, session: str) -> int:
+        """Forget the replies of a named conversation, those of turns that run as well; return the number of those that were in memory."""
+        self._deleted[salt, session] = time.perf_counter()
+        self._deleted.move_to_end((salt, session))
+        if len(self._deleted) > MAX_DELETED:
+            self._deleted.popitem(last=False)
+        for task, request in self._tasks.items():
+            if (request.salt, request.session_id) == (salt, session):
+                task.cancel()
+        return self._tokenizer.replies.forget(lambda own: own == salt, session)
+
+    def was_deleted(self, request: Request, began: float) -> bool:
+        """Check whether a request's conversation was deleted since it `began`, by `time.perf_counter`."""
+        name = request.session_id
+        return name is not None and self._deleted.get((request.salt, name), 0.0) > began
 
     def close(self) -> None:
         """Drop the work that waits, and let the thread end."""

@@ -26,7 +26,7 @@ from afterglow.server.prompts.system_prompts import RegisteredPrompt
 from afterglow.server.state import State, state_and_record
 from afterglow.text import ChatPrompt, Reply, Tokenizer
 from afterglow.text.lengths import LONG
-from afterglow.text.messages import check_begun, flatten_messages, texts_in
+from afterglow.text.messages import check_begun, texts_in
 from afterglow.text.tool_calls.formats import forced_grammar
 from afterglow.text.turns import TEMPLATE, BlockMark
 
@@ -104,7 +104,7 @@ async def encode(
     def work() -> tuple[ChatPrompt, RegisteredPrompt | None]:
         tokenizer.check_roles(messages)  # by the client's numbers
         if body.continues:
-            check_begun(flatten_messages(messages))
+            check_begun(messages)
         begun, known, registered = prompts.begin(messages, salt, replies)
         shift = len(begun) - len(messages) if marks else 0
         found = tokenizer.encode_chat(

@@ -197,7 +197,8 @@ class Replies(ABC):
         """Remember the first reply for when it comes back as text: a client that asks for several continues one at most. See
         `KeptReplies.remember`."""
         assert self.chat is not None
-        return self.state.kept_replies.remember(self.chat, self.requests[0], self.texts[0], write=write)
+        kept = self.state.kept_replies
+        return kept.remember(self.chat, self.requests[0], self.texts[0], began=self._began, write=write)
 
     async def answer(self) -> Response:
         """Submit the requests, and answer as the client wants it. Raises: RequestError, ClientGone."""
@@ -287,7 +288,8 @@ class Replies(ABC):
             prefill=max(0.0, first - self._began - reply.waited),
             decode=now - first,
         )
-        if self.state.shared_names is not None:
+        deleted = self.state.kept_replies.was_deleted(self.requests[index], self._began)
+        if self.state.shared_names is not None and not deleted:
             self.state.shared_names.used(self.requests[index], self._prompt_of(index) + len(reply.tokens))
         if len(reply.tokens) > 1:
             self.record.per_token.append((now - first) / (len(reply.tokens) - 1))

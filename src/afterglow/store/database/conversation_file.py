@@ -106,4 +106,6 @@ def used_bytes(db: sqlite3.Connection) -> int:
 
 def _is_damage(error: Exception) -> bool:
     # Its subclasses say something else: a full disk, a locked file, missing rights. It is still a database then.
-    return type(error) is sqlite3.DatabaseError
+    # (Bytes that are no UTF-8 are reported as an operational error of SQLite's.)
+    undecodable = isinstance(error, sqlite3.OperationalError) and "decode" in str(error).lower()
+    return type(error) is sqlite3.DatabaseError or undecodable

@@ -55,6 +55,7 @@ def open_catalog(path: Path, disk: DiskTier, shares: CatalogShares | None = None
 
 
 def _open(path: Path, disk: DiskTier, shares: CatalogShares | None, rebuilt: int) -> Opened:
+    """Open a catalog that is there, and compare it with the files. Raises: DamageError, StoreError."""
     files = {extent: extent for extent in disk.extents()}  # before the rows, which then need no strings of their own
     catalog = Catalog(path, shares)
     rows = catalog.load(files)

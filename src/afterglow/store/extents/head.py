@@ -200,12 +200,12 @@ def _metadata(text: bytes, versioned: bool) -> dict[str, str]:
     """
     try:
         found: dict[str, str] = json.loads(text)
-        if not all(isinstance(found[key], str) for key in ("format", "model", "id", "parent", "salt", "kind")):
-            raise ValueError("a value is no text")
+        for key in ("format", "model", "id", "parent", "salt", "kind"):
+            found[key].encode()  # neither another type nor half a surrogate pair
         numbers = (int(found["parent_rows"]), int(found["version"]) if versioned else 0)
-        if min(numbers) < 0 or isnan(float(found.get("expires", "inf"))):
+        if not 0 <= min(numbers) <= max(numbers) < 10**_ROWS_DIGITS or isnan(float(found.get("expires", "inf"))):
             raise ValueError("a number is out of its range")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DamageError(f"the header's metadata cannot be read: {error!r}") from error
     return found
 

@@ -67,22 +67,34 @@ def _target(part: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, 
     return None if found is None else found[1]
 
 
-def types_of(schema: object, whole: Mapping[str, Any], depth: int = 8) -> frozenset[str] | None:
+def types_of(schema: object, whole: Mapping[str, Any]) -> frozenset[str] | None:
     """Name the JSON types of the values that a part of the schema `whole` permits; None where that is any, or is not known."""
-    if not isinstance(schema, Mapping) or not depth:
+    return _types_of(schema, whole, set())
+
+
+def _types_of(schema: object, whole: Mapping[str, Any], seen: set[int]) -> frozenset[str] | None:
+    if not isinstance(schema, Mapping) or id(schema) in seen:
         return None
+    seen.add(id(schema))
     named = schema.get("type")
     if isinstance(named, str | list):
         return frozenset([named] if isinstance(named, str) else filter(lambda each: isinstance(each, str), named))
     if (target := _target(schema, whole)) is not None:
-        return types_of(target, whole, depth - 1)
+        return _types_of(target, whole, seen)
     if "const" in schema:
         return frozenset([type_of(schema["const"])])
     if isinstance(values := schema.get("enum"), list):
         return frozenset(map(type_of, values))
+    if isinstance(parts := schema.get("allOf"), list):
+        known = [found for part in parts if (found := _types_of(part, whole, seen)) is not None]
+        return frozenset.intersection(*known) if known else None
     if isinstance(ways := schema.get("anyOf", schema.get("oneOf")), list):
-        found = [types_of(way, whole, depth - 1) for way in ways]
-        return None if None in found else frozenset().union(*(each for each in found if each is not None))
+        permitted: frozenset[str] = frozenset()
+        for way in ways:
+            if (found := _types_of(way, whole, seen)) is None:
+                return None
+            permitted |= found
+        return permitted
     return None
 
 

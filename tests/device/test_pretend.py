@@ -198,7 +198,7 @@ def test_a_triton_that_cannot_build_is_done_without(
     monkeypatch.setattr(torch, "zeros", lambda *args, device=None, **kwargs: zeros(*args, **kwargs))
     doors.fused_merge().cache_clear()
     try:
-        assert doors.fused_merge()(torch.device("cuda", 0)) is None
+        assert doors.fused_merge()(torch.device("cpu")) is None
     finally:
         doors.fused_merge().cache_clear()
     assert "Failed to find C compiler" in caplog.text

@@ -20,6 +20,7 @@ from afterglow.request import Output, Request, SamplingParams
 log = logging.getLogger("afterglow.engine")
 
 KEEP_SECONDS = 30.0  # how long to wait until computed rows are kept in host
+LOAD_SECONDS = 2.0  # how long to wait until rows that are on disk come to host
 POLL_SECONDS = 0.01
 
 
@@ -120,7 +121,8 @@ class PrefixRegistrar:
             if found is None:
                 raise RequestError(f"the prefix {name!r} was deleted meanwhile", status=409)
             waited = time.monotonic() - began
-            if found.kept and max(found.host, found.disk) >= rows:
+            stored = found.disk >= rows and waited > LOAD_SECONDS
+            if found.kept and (found.host >= rows or stored):
                 if not on_disk or found.disk >= rows or not found.writing or waited > WRITE_SECONDS:
                     return found
             elif waited > KEEP_SECONDS:

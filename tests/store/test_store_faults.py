@@ -454,7 +454,7 @@ def test_a_damaged_row_is_read_from_its_extent(tmp_path, change):
 
 @pytest.mark.parametrize(("old", "new"), MADE)
 def test_an_extent_with_odd_metadata_does_not_stop_a_rebuild(tmp_path, old, new):
-    """Its checksum is right, so nobody but another program has made it."""
+    """Its checksum is right: another program has made it."""
     path, _ = fill(tmp_path)
     with Kit(tmp_path) as kit:
         file = kit.file(0)

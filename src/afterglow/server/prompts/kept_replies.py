@@ -134,7 +134,7 @@ class KeptReplies:
             task.cancel()
 
     def delete(self, salt: str, session: str) -> int:
-        """Forget the replies of a named conversation, those of turns that run as well; return the number of those that were in memory."""
+        """Forget the replies of a named conversation, also of turns that still run; return the number of replies that were in memory."""
         self._deleted[salt, session] = time.perf_counter()
         self._deleted.move_to_end((salt, session))
         if len(self._deleted) > MAX_DELETED:

@@ -9,15 +9,14 @@ from afterglow.engine.undisturbed import undisturbed
 
 def test_frozen_objects_stay_frozen() -> None:
     """A server freezes what it began with, and each recording of a step runs without the collector."""
-    before = gc.get_freeze_count()
+    held: list[object] = []
     gc.freeze()
     try:
-        frozen = gc.get_freeze_count()
-        assert frozen > before
         with undisturbed():
             assert not gc.isenabled()
         assert gc.isenabled()
-        assert gc.get_freeze_count() >= frozen > 0
+        # The collector's own list leaves frozen objects out. Their count is no measure: others die meanwhile.
+        assert not any(one is held for one in gc.get_objects())
     finally:
         gc.unfreeze()
 

@@ -21,6 +21,7 @@ import pytest
 
 from afterglow.cli import child_process, cluster
 from afterglow.cli.child_process import ChildProcess
+from afterglow.errors import ConfigError
 from afterglow.server.lifecycle.service import listen
 from afterglow.server.server_config import ServerConfig
 from tests.cli.kit import SMALL, inside
@@ -133,6 +134,68 @@ def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert "vllm-router is not installed: pip install 'afterglow-llm[cluster]'" in error()
+
+
+def test_the_router_may_listen_at_an_address_of_ipv6() -> None:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+            port = server.getsockname()[1]
+            with pytest.raises(ConfigError, match="in use"):
+                cluster.check_free("::1", port)
+    except OSError:
+        pytest.skip("no IPv6 here")
+    cluster.check_free("::1", port)
+
+
+# --------------------------------------------------------------------------------------------------- dead engines
+
+STAND_IN = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+dead = Path(sys.argv[2])
+dead.unlink(missing_ok=True)
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(503 if dead.exists() else 200)
+        self.end_headers()
+        self.wfile.write(b'{"error": {"code": "engine_dead"}}')
+    def log_message(self, *args): ...
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+SUPERVISOR = """
+import os, sys
+from pathlib import Path
+from afterglow.cli.child_process import ChildProcess
+from afterglow.cli.cluster import Replica, Supervisor
+from afterglow.cli.command_options import ReplicaOptions
+code, folder, ports = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+def child(name, port):
+    return ChildProcess(name, [sys.executable, "-c", code, port, str(folder / name)], os.environ)
+replica = Replica(child("server", ports[0]), f"http://127.0.0.1:{ports[0]}", folder)
+Supervisor([replica], child("router", ports[1]), ReplicaOptions(port=int(ports[1]))).run()
+"""
+
+
+def test_a_server_whose_engine_has_died_is_started_again(tmp_path: Path) -> None:
+    """With a proxy, which leads to none of a cluster's own addresses."""
+    command = [sys.executable, "-c", SUPERVISOR, STAND_IN, str(tmp_path), str(own_port()), str(own_port())]
+    env = {**os.environ, "HTTP_PROXY": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    try:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith("server: ")
+        assert process.stdout.readline().startswith("router: ")
+        (tmp_path / "server").touch()
+        assert process.stderr.readline() == "server: its engine has died\n"
+        assert process.stderr.readline().startswith("server has ended with exit code -15")
+        wait_for(lambda: not (tmp_path / "server").exists(), 60)  # which the next one removes
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate()
 
 
 # ----------------------------------------------------------------------------------------------- with vllm-router

@@ -74,6 +74,8 @@ def test_variables_and_the_file_count_as_for_serve(monkeypatch: pytest.MonkeyPat
         ({"journal": "/tmp/journal"}, "journal /tmp/journal cannot be the same for all replicas"),
         ({"kv_events": "tcp://127.0.0.1:5557"}, "kv_events tcp://127.0.0.1:5557 cannot be the same for all replicas"),
         ({"help": "true"}, "only shows something"),
+        ({"admin_key": None}, "admin_key has no value; give it one, or leave it out"),
+        ({"api-key": ["one", None]}, "api_key has no value"),
     ],
 )
 def test_mistakes_are_named(args: dict[str, Any], said: str) -> None:

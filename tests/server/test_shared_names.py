@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from afterglow.errors import RequestError, StoreError
 from afterglow.request import Request, SamplingParams
 from afterglow.server.blocking import FILES
 from afterglow.server.shared_names import SharedNames
 from afterglow.store.shared import remote
 from afterglow.store.shared.counters import SharedCounters
-from afterglow.store.shared.notices import Notices
+from afterglow.store.shared.notices import SKEW_S, Notices
 from afterglow.store.shared.records import Records
 from afterglow.store.shared.remote import Remote
 from tests.store.bucket import Bucket
@@ -36,6 +40,8 @@ class Ids:
     def pin(self, sessions: list[tuple[str, str]], pinned: bool = True) -> dict[tuple[str, str], str]:
         self.asked.append(sessions)
         return {session: "no room" for session in sessions if session[1] == "large"}
+
+    def forget_session(self, owner: str, name: str) -> None: ...
 
 
 class Prompts:
@@ -143,13 +149,87 @@ def test_where_the_store_fails_each_server_goes_by_what_it_knows(
     assert names(b, "one/") == []
     assert a.prompts("one/", []) == []
     assert a.forget_session("one/", "of one/", here=True)
-    assert not b.forget_session("one/", "of one/", here=False)
+    for asks in (b.forget_session, partial(b.pin_session, pinned=True), b.forget_prompt):
+        with pytest.raises(RequestError, match="does not answer") as error:
+            asks("one/", "of one/", here=False)
+        assert error.value.status == 503
     assert a.pin_session("one/", "of one/", True, here=True)
     bucket.down = False
     a.look()
     assert names(b, "one/") == []
     use(a, "one/")
     wait_for(lambda: names(b, "one/"))
+
+
+def test_a_pinned_conversation_can_be_unpinned_when_its_name_has_expired(two: list[SharedNames]) -> None:
+    a, b = two
+    assert a.pin_session("one/", "old", True, here=True)
+    b.look()
+    assert b.pin_session("one/", "old", False, here=False)
+    b.look()
+    assert not b.pin_session("one/", "old", False, here=False)
+
+
+def test_a_late_deletion_leaves_the_name_of_a_conversation_that_was_begun_since(
+    two: list[SharedNames], bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "MAX_FAILURES", 1 << 30)
+    a, b = two
+    bucket.down = True
+    assert a.forget_session("one/", "of one/", here=True)
+    bucket.down = False
+    now = time.time()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: now + 2 * SKEW_S)
+        use(b, "one/")
+        wait_for_threads(WRITERS)
+        a.look()
+        assert names(b, "one/") == ["of one/"]
+
+
+class Replies:
+    """The texts of replies in a server's own file, which is full."""
+
+    def __init__(self) -> None:
+        self.full = True
+        self.forgotten: list[str] = []
+
+    def salts(self) -> list[str]:
+        if self.full:
+            raise StoreError("the disk is full")
+        return ["one/"]
+
+    def forget(self, salts: list[str], name: str) -> None:
+        self.forgotten.append(name)
+
+
+@pytest.mark.parametrize("denied", [False, True])
+def test_a_deletion_that_cannot_be_done_here_yet_is_done_later(
+    two: list[SharedNames], bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, denied: bool
+) -> None:
+    replies, memory = Replies(), SimpleNamespace(forget=lambda *args: None)
+    engine = SimpleNamespace(conversations=SimpleNamespace(replies=replies))
+    parts: list[Any] = [Ids(bucket, tmp_path / "c"), engine, Prompts(), SimpleNamespace(replies=memory)]
+    at = SharedNames(*parts)
+    at.start(lambda: None)
+    at.close()
+    at.look()
+    assert two[0].forget_session("one/", "secret", here=True)
+    with pytest.raises(StoreError):
+        at.look()
+    replies.full = False
+    if denied:  # and what this server has to tell does not keep it from hearing
+
+        def delete(path: str) -> None:
+            raise PermissionError("denied")
+
+        monkeypatch.setattr(bucket, "delete", delete)
+        assert at.forget_session("one/", "other", here=True)
+        with pytest.raises(StoreError):
+            at.look()
+    else:
+        at.look()
+    assert replies.forgotten == ["secret"]
 
 
 def test_a_store_whose_clock_is_ahead_keeps_no_name_over_a_reset(two: list[SharedNames], bucket: Bucket) -> None:

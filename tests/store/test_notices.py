@@ -125,6 +125,58 @@ def test_what_cannot_be_told_is_told_when_the_store_answers_in_its_order(world: 
     assert [*b.facts()] == ["prompt"]
 
 
+def test_what_fails_alone_holds_nothing_else_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = world.engine("a"), world.engine("b")
+    names(b)
+    a.state("pin", {"text": ""})
+
+    def denied(path: str) -> None:
+        raise PermissionError("denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.bucket, "delete", denied)
+        a.withdraw("pin")
+        world.now += 1
+        a.state("pin", {"text": "newer"})  # waits for the change before it
+        a.tell({"name": "one"})
+        with pytest.raises(StoreError):
+            a.do_late()
+    assert names(b) == ["one"]
+    assert b.facts()["pin"]["text"] == ""
+    a.do_late()
+    assert b.facts()["pin"]["text"] == "newer"
+
+
+def test_a_late_change_of_a_fact_leaves_what_others_have_stated_since(world: World) -> None:
+    a, b = world.engine("a"), world.engine("b")
+    a.state("prompt", {"text": "one"})
+    a.state("pin", {"text": "one"})
+    world.bucket.down = True
+    a.withdraw("prompt")
+    a.state("pin", {"text": "two"})
+    world.bucket.down = False
+    world.now += HOUR_S
+    b.state("prompt", {"text": "three"})
+    b.state("pin", {"text": "three"})
+    a.do_late()
+    for each in (a, b, world.engine("c")):
+        assert {key: value["text"] for key, value in each.facts().items()} == {"prompt": "three", "pin": "three"}
+
+
+@pytest.mark.parametrize("behind", [0.25 * HOUR_S, 0.9 * HOUR_S])
+def test_events_of_an_engine_whose_clock_is_far_behind_are_found_once(world: World, behind: float) -> None:
+    a, b = world.engine("a", -behind), world.engine("b")
+    b.tell({"name": "before b has looked at all"})
+    names(b)
+    found = []
+    for minute in range(90):
+        if minute % 30 == 0:
+            a.tell({"name": minute})
+        found += names(b)
+        world.now += 61
+    assert found == [0, 30, 60]
+
+
 def test_too_much_that_cannot_be_told_is_left_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notices, "MAX_UNTOLD", 2)
     a, b = world.engine("a"), world.engine("b")

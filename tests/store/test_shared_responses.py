@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,14 @@ import pytest
 
 from afterglow.errors import StoreError
 from afterglow.store.database.conversations import TTL_S
-from afterglow.store.shared import remote, shared_responses
+from afterglow.store.shared import records, remote, shared_responses
 from afterglow.store.shared.counters import SharedCounters
+from afterglow.store.shared.objects import WRITE_S
 from afterglow.store.shared.records import Records
 from afterglow.store.shared.remote import Remote
 from afterglow.store.shared.shared_responses import BATCH, CLEAN_S, SharedConversations
 from tests.store.bucket import Bucket
+from tests.waiting import wait_for
 
 
 class Replica:
@@ -228,6 +231,33 @@ def test_a_response_that_was_deleted_before_it_could_be_written_stays_deleted(a:
     bucket.down = False
     a.kept.sweep()
     assert bucket.objects == {}
+
+
+@pytest.mark.usefixtures("no_rest")
+def test_a_write_that_was_given_up_brings_no_deleted_response_back(
+    tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    at, arrives, put = Replica(tmp_path / "late", bucket, clock=lambda: now[0]), threading.Event(), bucket.put
+
+    def hangs(path: str, data: bytes, *, replace: bool = False) -> bool:
+        assert arrives.wait(60)
+        return put(path, data, replace=replace)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bucket, "put", hangs)
+        patch.setattr(records, "CALL_S", 0.5)
+        at.say("secret", None)
+    assert at.kept.delete("secret", "t")
+    at.kept.sweep()
+    arrives.set()
+    wait_for(lambda: any(b"secret" in data for data in bucket.objects.values()))
+    at.kept.sweep()
+    assert not any(b"secret" in data for data in bucket.objects.values())
+    now[0] += WRITE_S
+    at.kept.sweep()
+    assert at.kept.unpublished.read() == []
+    at.kept.close()
 
 
 LATE = """

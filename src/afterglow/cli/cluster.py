@@ -25,6 +25,7 @@ from afterglow.library.threads import physical_cores
 
 ROUTER = "vllm-router"
 POLL = 0.2  # seconds
+HEALTH_SECONDS = 2.0  # between two looks at whether each server's engine lives
 ROUTER_SECONDS = 5.0  # for the router's end, once no replica answers any more
 # What names one address or file; and the router speaks plain HTTP with servers.
 ONE_EACH = ("--kv-events", "--kv-events-replay", "--journal", "--record-trace", "--ssl-certfile")
@@ -80,7 +81,7 @@ def find_router() -> str:
 def check_free(host: str, port: int) -> None:
     """Find out whether a port can be listened on. Raises: ConfigError."""
     try:
-        with socket.create_server((host, port)):
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             pass
     except OSError as error:
         raise ConfigError(
@@ -126,6 +127,8 @@ def make_router(
         "--prometheus-port", str(metrics), "--log-level", "warning",
     ]  # fmt: skip
     env = {"RUST_LOG": "warn", **os.environ}  # otherwise it writes several lines for each request
+    direct = ",".join(filter(None, (env.get("no_proxy") or env.get("NO_PROXY"), "127.0.0.1")))
+    env |= {"no_proxy": direct, "NO_PROXY": direct}  # its servers are reached by no proxy
     return ChildProcess("router", command, env, folder / "router.log")
 
 
@@ -136,6 +139,8 @@ class Supervisor:
         self._replicas, self._router = replicas, router
         host = f"[{options.host}]" if ":" in options.host else options.host
         self._url = f"http://{host}:{options.port}"
+        self._client = httpx.Client(trust_env=False, timeout=1)  # no proxy leads to these
+        self._look_at = 0.0
         self._signals = 0
         self._signalled = threading.Event()
 
@@ -152,6 +157,7 @@ class Supervisor:
                             f"{child.seconds_to_restart:.1f} s",
                             file=sys.stderr,
                         )
+                self._end_dead_engines()
             return 0
         finally:
             self._end()
@@ -165,6 +171,24 @@ class Supervisor:
     def _on_signal(self, number: int, frame: object) -> None:
         self._signals += 1
         self._signalled.set()
+
+    def _end_dead_engines(self) -> None:
+        """End the servers whose engine has died: they would answer nothing but errors, and are started again."""
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + HEALTH_SECONDS
+        for replica in self._replicas:
+            answer = self._health(replica.url)
+            if answer is not None and answer.status_code == 503 and "engine_dead" in answer.text:
+                print(f"{replica.process.name}: its engine has died", file=sys.stderr)
+                replica.process.signal(signal.SIGTERM)
+
+    def _health(self, url: str) -> httpx.Response | None:
+        """Ask a process for its health; None, where it does not answer."""
+        try:
+            return self._client.get(f"{url}/health")
+        except httpx.TransportError:
+            return None
 
     def _start(self) -> None:
         """Start servers, then the router, and wait until each is healthy. Raises: UserError."""
@@ -188,11 +212,9 @@ class Supervisor:
                     raise UserError(
                         f"{each.name} has ended with exit code {each.exit_code} before all were ready{said}"
                     )
-            try:
-                if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                    return True
-            except httpx.TransportError:
-                time.sleep(POLL)
+            answer = self._health(url)
+            if answer is not None and answer.status_code == 200:
+                return True
         return False
 
     def _end(self) -> None:

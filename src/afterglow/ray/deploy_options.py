@@ -53,6 +53,11 @@ def read_arguments(args: Mapping[str, Any]) -> ServedWith:
     Raises: ConfigError.
     """
     names = {name.replace("-", "_"): value for name, value in args.items()}
+    for name, value in names.items():
+        if value is None or (
+            isinstance(value, list | tuple) and None in value
+        ):  # a key would be the word None, or missing
+            raise ConfigError(f"{name} has no value; give it one, or leave it out")
     for name in RAYS_OWN:
         if name in names:
             raise ConfigError(f"{name} is Ray's to choose: give it to Ray's proxy (http_options), or leave it out")

@@ -24,6 +24,7 @@ from afterglow.plan.prefix.salts import covers, everything_of
 from afterglow.request import Request
 from afterglow.server.blocking import BlockingCalls
 from afterglow.server.bridge import EngineLike
+from afterglow.server.json_responses import unavailable
 from afterglow.server.prompts.system_prompts import SystemPrompts
 from afterglow.store.shared.notices import SKEW_S
 from afterglow.store.shared.records import LIVES_S
@@ -54,6 +55,7 @@ class SharedNames:
         self._looking = threading.Lock()
         self._change_lock = threading.Lock()
         self._changes = 0  # of facts, by clients of this server
+        self._act_failed = False  # was it logged that an event could not be acted upon?
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -115,7 +117,7 @@ class SharedNames:
         if not (here or self._known(salt, name)):
             return False
         self._noted.pop((salt, name), None)
-        self._ids.notices.do(partial(self._ids.records.delete, self._kind(salt), salt, name))
+        self._ids.notices.do(partial(self._forget_name, salt, name, time.time()))
         self._ids.notices.withdraw(_pin(salt, name))
         self._ids.notices.tell({"event": "session", "owner": owner_of(salt), "name": name})
         return True
@@ -143,7 +145,7 @@ class SharedNames:
     def forget_prompt(self, salt: str, name: str, here: bool) -> bool:
         """Have a prompt unregistered by all servers; tell whether one knew it."""
         fact = _prompt(owner_of(salt), name)
-        if not here and fact not in self._or("reading prompts of other servers", self._ids.notices.facts, self._facts):
+        if not (here or fact in self._facts or _answer(lambda: fact in self._ids.notices.facts())):
             return False
         with self._changing(lambda: self._prompts.drop(owner_of(salt), name)):
             self._ids.notices.withdraw(fact)
@@ -180,22 +182,34 @@ class SharedNames:
             folder = "sessions"
         else:
             folder = f"{self._kind(salt)}/{self._ids.records.folder_of(salt)}"
-        self._ids.notices.do(partial(self._ids.records.drop_older, folder, -SKEW_S))
+        self._ids.notices.do(partial(self._ids.records.drop_older, folder, time.time() + SKEW_S))
         self._ids.notices.tell({"event": "reset", "owner": whose})
 
     # ------------------------------------------------------------------------------------------------ what others tell
 
     def look(self) -> None:
-        """Tell what could not be told before, and do what others have told. Raises: StoreError."""
+        """Tell what could not be told before, and do what others have told, the one also where the other fails. Raises: StoreError."""
         with self._looking:
-            self._ids.notices.do_late()
-            for event in self._ids.notices.events():
-                try:
-                    self._act(event)
-                except (KeyError, TypeError, ValueError, StoreError) as error:
-                    log.warning("what another server tells is not understood: %r", error)
+            try:
+                self._ids.notices.do_late()
+            finally:
+                self._do_events()
             changes = self._changes
             self._hold(self._ids.notices.facts(), changes)
+
+    def _do_events(self) -> None:
+        """Do what others have told. Where this server's own file fails, an event comes again. Raises: StoreError."""
+        for event in self._ids.notices.events():
+            try:
+                self._act(event)
+            except StoreError as error:
+                if not self._act_failed:
+                    log.warning("what another server tells cannot be done here yet: %s", error)
+                self._act_failed = True
+                raise
+            except (KeyError, TypeError, ValueError) as error:
+                log.warning("what another server tells is not understood: %r", error)
+            self._act_failed = False
 
     def _act(self, event: Mapping[str, Any]) -> None:
         kind, owner, replies = event["event"], event["owner"], self._engine.conversations.replies
@@ -262,10 +276,15 @@ class SharedNames:
         return f"sessions/{self._ids.records.mark('tenants', salt.partition('/')[0])}"
 
     def _known(self, salt: str, name: str) -> bool:
-        def work() -> bool:
-            return bool(self._ids.records.get(self._kind(salt), salt, [name]))
+        """Does another server know a conversation? One that is pinned is known for longer than its name. Raises: RequestError."""
+        kind = self._kind(salt)
+        return _pin(salt, name) in self._facts or _answer(lambda: bool(self._ids.records.get(kind, salt, [name])))
 
-        return self._or("looking for a conversation", work, False)
+    def _forget_name(self, salt: str, name: str, asked: float) -> None:
+        """Remove the name of a conversation, unless it has been used since a client asked for that. Raises: StoreError."""
+        found = self._ids.records.get(self._kind(salt), salt, [name]).get(name)
+        if found is None or float(found["used"]) <= asked + SKEW_S:
+            self._ids.records.delete(self._kind(salt), salt, name)
 
     def _or(self, what: str, work: Callable[[], T], other: T) -> T:
         """Return what `work` returns, or `other` where the store fails."""
@@ -274,6 +293,15 @@ class SharedNames:
         except StoreError as error:
             log.warning("%s: %s", what, error)
             return other
+
+
+def _answer(work: Callable[[], bool]) -> bool:
+    """Return what `work` returns. Raises: RequestError, where the store fails: other servers may know what is asked for."""
+    try:
+        return work()
+    except StoreError as error:
+        log.warning("asking what other servers know: %s", error)
+        raise unavailable("the store that servers share does not answer; try again later") from error
 
 
 def _is(fact: str, kind: str) -> bool:

@@ -17,10 +17,11 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from math import inf
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from afterglow.errors import StoreError
+from afterglow.errors import RefusedError, StoreError
 from afterglow.store.shared.records import LIVES_S, Records
 
 log = logging.getLogger("afterglow.store")
@@ -32,8 +33,18 @@ FACTS: Final = "facts"
 FILE: Final = "shared-events.json"
 HOUR_S: Final = 3600.0
 SKEW_S: Final = 300.0  # that another engine's clock may differ
+BEHIND_S: Final = HOUR_S  # that it may be behind: events of such an engine are found
+BEHIND_LOOK_S: Final = 60.0  # so much later, by looks that go back so far
+LATE_S: Final = 60.0  # after which a change of a fact leaves what others have stated since
 SAVE_S: Final = 60.0  # between two writes of the file where nothing has happened
 MAX_UNTOLD: Final = 4096
+
+
+class _Change(NamedTuple):
+    """A change in the store that is still to be made. `about`: what those that keep their order are about; "": it waits for none."""
+
+    work: Callable[[], object]
+    about: str
 
 
 class Notices:
@@ -45,12 +56,12 @@ class Notices:
         self._file = folder / FILE
         self._clock = clock
         self._lock = threading.Lock()
-        self._untold: deque[Callable[[], object]] = deque()
+        self._untold: deque[_Change] = deque()
         self._doing = threading.Lock()
         self._saving = threading.Lock()
         self._seen: dict[int, set[str]] = {}  # marks of events by hour
         self._until = 0.0  # events before that have been seen; 0: none is to be acted upon yet
-        self._saved = float("-inf")
+        self._saved = self._went_back = float("-inf")
         self._facts: dict[str, Value] = {}  # by mark
         self._read_file()
 
@@ -60,38 +71,53 @@ class Notices:
 
     def state(self, fact: str, value: Mapping[str, Any]) -> None:
         """State a fact, in the place of an earlier value, now or when the store answers."""
-        self.do(partial(self._state, fact, {**value, "fact": fact, "at": self._clock()}))
+        now = self._clock()
+        self.do(partial(self._state, fact, {**value, "fact": fact, "at": now}, now), fact)
 
     def withdraw(self, fact: str) -> None:
         """State a fact no more."""
-        self.do(partial(self._state, fact, None))
+        self.do(partial(self._state, fact, None, self._clock()), fact)
 
-    def do(self, work: Callable[[], object]) -> None:
-        """Change something in the store, now or when it answers; all in the order in which it was asked for."""
+    def do(self, work: Callable[[], object], about: str = "") -> None:
+        """Change something in the store, now or when it answers; what is `about` the same in the order in which it was asked for."""
         if len(self._untold) >= MAX_UNTOLD:
             log.warning("the shared store does not answer: other servers will not learn of a change that was made here")
             return
-        self._untold.append(work)
+        self._untold.append(_Change(work, about))
         try:
             self.do_late()
         except StoreError as error:
             log.warning("other servers learn later of a change that was made here: %s", error)
 
     def do_late(self) -> None:
-        """Do what could not be done before. Raises: StoreError."""
+        """Do what could not be done before. What fails again holds nothing else up, unless the store is left alone. Raises: StoreError."""
+        failed: list[StoreError] = []
+        waits = set[str]()
         with self._doing:
-            while self._untold:
-                self._untold[0]()
-                self._untold.popleft()
+            for change in [*self._untold]:
+                if change.about in waits:
+                    continue
+                try:
+                    change.work()
+                except RefusedError:
+                    raise
+                except StoreError as error:
+                    failed.append(error)
+                    waits |= {change.about} - {""}
+                else:
+                    self._untold.remove(change)
+        if failed:
+            raise failed[0]
 
     def events(self) -> Iterator[Value]:
         """Yield the events that others have told, the earliest first. One counts as seen when the next is asked for. Raises: StoreError."""
         now = self._clock()
         found: list[tuple[int, str, Value]] = []
         until = self._until or now
-        first, last = int((min(until, now) - SKEW_S) // HOUR_S), int((now + SKEW_S) // HOUR_S)
-        first = max(first, int((now - LIVES_S[EVENTS]) // HOUR_S))
-        for hour in range(first, last + 1):
+        goes_back = now - self._went_back >= BEHIND_LOOK_S
+        oldest = max(min(until, now) - BEHIND_S, now - LIVES_S[EVENTS])
+        first = oldest if goes_back else max(min(until, now) - SKEW_S, oldest)
+        for hour in range(int(first // HOUR_S), int((now + SKEW_S) // HOUR_S) + 1):
             new = self._records.marks(EVENTS, str(hour)) - self._seen.get(hour, set())
             read = self._records.load(EVENTS, str(hour), new) if new and self._until else {}
             found += [(hour, mark, event) for mark, event in read.items()]
@@ -100,8 +126,9 @@ class Notices:
             yield event
             self._saw(hour, {mark})
         with self._lock:
-            self._seen = {hour: marks for hour, marks in self._seen.items() if hour >= first}
+            self._seen = {hour: marks for hour, marks in self._seen.items() if hour >= int(oldest // HOUR_S)}
             self._until = now
+            self._went_back = now if goes_back else self._went_back
         if found or now - self._saved >= SAVE_S:
             self.save()
 
@@ -140,11 +167,15 @@ class Notices:
         self._saw(hour, {self._records.mark(str(hour), name)})
         self._records.put(EVENTS, str(hour), name, event)
 
-    def _state(self, fact: str, value: Value | None) -> None:
-        """Write a fact under a name of its own, then remove its earlier values. Raises: StoreError."""
-        old = {mark for mark, other in self._read_facts().items() if other["fact"] == fact}
+    def _state(self, fact: str, value: Value | None, asked: float) -> None:
+        """Write a fact under a name of its own, then remove its earlier values: all that are there, unless this comes late. `asked`: when a
+        client asked for it. Raises: StoreError.
+        """
+        latest = asked + LATE_S if self._clock() - asked > LATE_S else inf
+        values = self._read_facts().items()
+        old = {mark for mark, other in values if other["fact"] == fact and float(other["at"]) <= latest}
         if value is not None:
-            name = f"{fact}\n{value['at']}"
+            name = f"{fact}\n{asked}"
             self._records.put(FACTS, "", name, value)
             old.discard(self._records.mark("", name))  # an earlier try has written it
         for mark in old:

@@ -78,11 +78,10 @@ class Records:
     def clean(self) -> None:
         """Remove the records that have expired."""
         for kind, seconds in LIVES_S.items():
-            self.drop_older(kind, seconds)
+            self.drop_older(kind, time.time() - seconds)
 
-    def drop_older(self, kind: str, seconds: float) -> None:
-        """Remove all records of a kind, or of a folder of a kind, that were written so many seconds ago."""
-        end = time.time() - seconds
+    def drop_older(self, kind: str, end: float) -> None:
+        """Remove all records of a kind, or of a folder of a kind, that were written until `end`, seconds since 1970."""
         found = self._list("listing old records", f"{self._root}/{kind}", LIST_S)
         for path in [each.path for each in found if each.modified <= end]:
             self._call("removing an old record", methodcaller("delete", path), CALL_S)

@@ -30,6 +30,7 @@ from afterglow.store.database.conversations import (
     Item,
     StoredResponse,
 )
+from afterglow.store.shared.objects import WRITE_S
 from afterglow.store.shared.records import Records
 
 log = logging.getLogger("afterglow.store")
@@ -62,6 +63,7 @@ class SharedConversations(Conversations):
         self._next_clean = clock() + CLEAN_S * random.uniform(
             0.1, 1.0
         )  # servers that start together do not clean together
+        self._writing: dict[str, float] = {}  # until when a write that was given up may still arrive in the store
         super().__init__(folder, ttl_s=ttl_s, max_bytes=max_bytes, clock=clock)
         self.unpublished = Unpublished(self.file)
 
@@ -122,10 +124,17 @@ class SharedConversations(Conversations):
             self._publish(response, tenant)
 
     def _publish(self, response: str, tenant: str) -> None:
-        """Write a response to the store, if it is still there, and note that it is written. Raises: StoreError."""
+        """Write a response to the store, or remove it there once it has gone from here, and note that this is done. Raises: StoreError."""
         found = super().get(response, tenant)
         if found is not None:
+            self._writing[response] = self._clock() + WRITE_S
             self._write(found, tenant)
+            del self._writing[response]
+        if super().get(response, tenant) is None:  # perhaps it has been deleted meanwhile
+            self._records.delete(RESPONSES, tenant, response)
+            if self._clock() < self._writing.get(response, 0.0):
+                return
+            self._writing.pop(response, None)
         self.unpublished.remove(response)
 
     def _write(self, found: StoredResponse, tenant: str) -> None:

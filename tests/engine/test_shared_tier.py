@@ -418,6 +418,17 @@ def test_rows_that_expire_are_not_found_later(cluster: Cluster, monkeypatch: pyt
     assert cluster.engine("c").ask(prompt, max_tokens=1).cached.total == 0
 
 
+def test_rows_of_others_live_here_no_longer_than_a_servers_own(cluster: Cluster) -> None:
+    prompt = rows_of(71, 150)
+    a, b = cluster.engine("a"), cluster.engine("b", ttl=3600.0)
+    a.ask(prompt, max_tokens=1)
+    published(a)
+    assert b.ask(prompt, max_tokens=1).cached.shared == 149
+    extents = b.engine.parts.scheduler.cache.index.extents.values()
+    assert extents
+    assert all(each.expires < time.time() + 3700 for each in extents)
+
+
 def test_a_restart_finds_what_came_from_others_on_its_own_disk(cluster: Cluster) -> None:
     prompt = rows_of(80, 150)
     a, b = cluster.engine("a"), cluster.engine("b")

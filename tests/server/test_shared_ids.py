@@ -65,7 +65,9 @@ class Replica:
 
 
 @contextmanager
-def replica(folder: Path, **more: Any) -> Iterator[Replica]:
+def replica(
+    folder: Path, keys: tuple[str, ...] = ("one", "two"), admin: str | None = "admin", **more: Any
+) -> Iterator[Replica]:
     cache = CacheConfig(
         device_cache=64 << 20,
         host_cache=64 << 20,
@@ -77,7 +79,7 @@ def replica(folder: Path, **more: Any) -> Iterator[Replica]:
     )
     engine = Engine.load(BUNDLED, EngineConfig(threads=1, cache=cache, max_model_len=512))
     engine.start()
-    config = ServerConfig(port=0, grace=0.5, api_key=("one", "two"), admin_key="admin")
+    config = ServerConfig(port=0, grace=0.5, api_key=keys, admin_key=admin)
     service = Service(engine, Tokenizer(BUNDLED), config, BUNDLED)
     thread = threading.Thread(target=service.run, kwargs={"signals": False})
     thread.start()
@@ -274,6 +276,24 @@ def test_a_reset_clears_the_tenants_cache_on_all_servers(two: list[Replica]) -> 
     assert sessions(a, "two") == {}
 
 
+def test_the_only_key_of_a_server_clears_nothing_of_other_servers_keys(
+    two: list[Replica], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    a, _ = two
+    chat(a, f"3 {LONG}", "kept")
+    a.call("PUT", "/v1/cache/prompts/default", {"text": "You are a miller."})
+    store = Path(str(a.engine.config.cache.shared).removeprefix("file://"))
+    with replica(store.parent / "c", ("three",), None) as c:
+        chat(c, f"3 {LONG}", "own", key="three")
+        c.published()
+        assert c.call("POST", "/reset_prefix_cache", key="three")["cleared"] == "all"
+        assert sessions(c, "three") == {}
+    looks([a])
+    assert "kept" in sessions(a)
+    assert [each["name"] for each in a.call("GET", "/v1/cache/prompts")["data"]] == ["default"]
+    a.call("DELETE", "/v1/cache/prompts/default")
+
+
 def salt_of(at: Replica, key: str) -> str:
     caller = at.service.state.tenants.identify(f"Bearer {key}")
     assert caller is not None
@@ -293,7 +313,7 @@ def test_a_store_that_is_gone_costs_no_change(two: list[Replica], monkeypatch: p
     a.call("PUT", "/v1/cache/prompts/default", {"text": "You are a miller."})
     a.call("DELETE", "/v1/cache/prompts/default")
     a.call("DELETE", "/v1/cache/sessions/mine")
-    a.call("DELETE", "/v1/cache/sessions/mine", status=404)
+    a.call("DELETE", "/v1/cache/sessions/mine", status=503)  # others may have it
     assert a.respond("Hello!")["store"]
     assert "mine" not in sessions(a)
     assert "mine" in sessions(b)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +77,29 @@ def test_a_store_that_cannot_be_listed_is_left_alone() -> None:
         with pytest.raises(StoreError, match="counting extents: down"):
             budget.make_room(1)
     assert remote.rests
+    remote.close()
+
+
+def test_a_folder_is_its_servers_alone_and_keeps_nothing_of_killed_writers(tmp_path: Path) -> None:
+    """A killed writer leaves a file with a number behind its name, which listings of a folder leave out."""
+    pytest.importorskip("obstore")
+    folder = tmp_path / "on a share" / "afterglow"
+    objects = ObstoreObjects(folder.as_uri())
+    assert folder.stat().st_mode & 0o777 == 0o700
+    objects.put("digest/extents/ab/abcd.safetensors", b"rows")
+    old, young, text = (
+        folder / "digest" / each for each in ("extents/ab/abcd.safetensors#1", "extents/young#12", "ids/r/x#3")
+    )
+    text.parent.mkdir(parents=True)
+    for each in (old, young, text):
+        each.write_bytes(b"left")
+    for each in (old, text):
+        os.utime(each, (0, 0))
+    assert [each.path for some in objects.list("") for each in some] == ["digest/extents/ab/abcd.safetensors"]
+    remote = Remote(lambda: objects)
+    assert Budget(remote, Paths("digest"), 100, SharedCounters()).make_room(1)
+    assert [each.exists() for each in (old, young, text)] == [False, True, False]
+    assert objects.get("digest/extents/ab/abcd.safetensors", 0, 9) == b"rows"
     remote.close()
 
 

@@ -600,6 +600,21 @@ def test_a_deletion_does_not_look_at_all_those_that_wait(monkeypatch: pytest.Mon
     publisher.close(0)
 
 
+def test_what_is_too_much_to_be_removed_is_told_once_and_not_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(extent_publisher, "MAX_REMOVALS", 4)
+    resting = Remote(Memory)
+    resting.close()
+    counters, paths = SharedCounters(), Paths("digest")
+    publisher = extent_publisher.ExtentPublisher(resting, paths, budget.Budget(resting, paths, 1, counters), counters)
+    for number in range(9):
+        publisher.delete(extent_name(number))
+    assert (publisher.pending, counters.snapshot().deleted) == (4, 4)
+    assert caplog.messages == ["4 removals wait for the shared store: further objects that were deleted stay in it"]
+    publisher.close(0)
+
+
 def test_threads_are_kept_for_what_comes_next() -> None:
     kept = KeptThreads("kept")
     names: list[int] = []

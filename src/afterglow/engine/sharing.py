@@ -97,8 +97,8 @@ class Sharing:
 
     def _take_over(self, spec: JobSpec, path: Sequence[SharedExtent]) -> None:
         now = self._now()
-        ends = [each.published.expires for each in path if each.published.expires]
-        ttl = min(ends) - now if ends else None
+        lives = [each.published.expires - now for each in path if each.published.expires]
+        ttl = min([*lives, *([spec.ttl] if spec.ttl is not None else [])], default=None)
         if ttl is not None and ttl <= 0:
             return
         extents = [

@@ -85,6 +85,11 @@ class Tenants:
         self._urgent = {_slow_id(key) for key in urgent}
         self._usage: dict[str, TenantUsage] = {}
 
+    @property
+    def only_key(self) -> bool:
+        """Does a single API key manage all tenants, without an admin key?"""
+        return self._admin is None and len(self._keys) == 1
+
     def identify(self, authorization: str) -> Caller | None:
         """Find the owner of an Authorization header; None for a wrong key. All keys are compared, in constant time."""
         scheme, _, key = authorization.partition(" ")
@@ -92,7 +97,7 @@ class Tenants:
         found = None
         for digest, tenant in self._keys:
             if hmac.compare_digest(digest, offered):
-                found = Caller(tenant, self._admin is None and len(self._keys) == 1, urgent=tenant in self._urgent)
+                found = Caller(tenant, self.only_key, urgent=tenant in self._urgent)
         if self._metrics is not None and hmac.compare_digest(self._metrics, offered):
             return Caller(metrics=True)
         if self._admin is not None and hmac.compare_digest(self._admin[0], offered):

@@ -166,7 +166,9 @@ async def reset_prefix_cache(http: HttpRequest) -> Response:
         kept.clear(lambda each: each == salt)
         await ask_database(stored.forget, [salt])
     if state.shared_names is not None:
-        await FILES(partial(state.shared_names.reset, **whose))
+        # The only key of this server clears all that is here; other servers over the store may have other keys.
+        theirs = {"tenant": tenant} if state.tenants.only_key else whose
+        await FILES(partial(state.shared_names.reset, **theirs))
     return json_response({"status": "ok", "cleared": "all" if admin else "own"})
 
 

@@ -17,7 +17,7 @@ from afterglow.plan.retention.shared_room import PARTS, Rank, SharedRoom
 from afterglow.plan.step import ExtentId
 from afterglow.store.shared.counters import SharedCounters
 from afterglow.store.shared.ledger import Ledger, Tally
-from afterglow.store.shared.objects import Listed
+from afterglow.store.shared.objects import Listed, Objects, Tidied
 from afterglow.store.shared.paths import Paths, extent_of, published_at
 from afterglow.store.shared.remote import Remote
 
@@ -100,6 +100,8 @@ class Budget:
     def _sweep(self, size: int) -> None:
         """Count all objects; remove those that have expired or that nothing leads to, and the least recently used."""
         found = self._look()
+        for _ in self._remote.steps("looking for what killed writers have left", _tidy, LIST_S):
+            self._go_on()
         now = time.time()
         self._room.counted(sum(each.size for each in found.objects.values()))
         for name in [*found.kids]:
@@ -143,6 +145,10 @@ class Budget:
         if there is not None:
             self._room.removed(there.size)
             self._counters.count(swept=1)
+
+
+def _tidy(objects: Objects) -> Iterator[None]:
+    return objects.tidy(YOUNG_S) if isinstance(objects, Tidied) else iter(())
 
 
 def _rank(name: ExtentId, found: _Found) -> Rank:

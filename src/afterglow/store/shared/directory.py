@@ -26,7 +26,7 @@ from afterglow.store.shared.directory_copy import KID, DirectoryCopy
 from afterglow.store.shared.directory_names import DirectoryNames, store_id
 from afterglow.store.shared.directory_scripts import ADD, FIND, REMOVE
 from afterglow.store.shared.lease import Lease
-from afterglow.store.shared.objects import Listed, Objects
+from afterglow.store.shared.objects import Listed, Objects, Tidied
 
 log = logging.getLogger("afterglow.store")
 T = TypeVar("T")
@@ -128,6 +128,9 @@ class DirectoryObjects:
 
     def list(self, prefix: str) -> Iterator[list[Listed]]:
         return self._objects.list(prefix)
+
+    def tidy(self, seconds: float) -> Iterator[None]:
+        return self._objects.tidy(seconds) if isinstance(self._objects, Tidied) else iter(())
 
     def delete(self, path: str) -> None:
         self._objects.delete(path)

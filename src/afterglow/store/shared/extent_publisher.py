@@ -28,7 +28,7 @@ from afterglow.store.shared.remote import Remote
 log = logging.getLogger("afterglow.store")
 
 MAX_QUEUE: Final = 256  # extents that wait; they are on disk, so that only their names wait
-MAX_REMOVALS: Final = 65536
+MAX_REMOVALS: Final = 1 << 18
 MAX_MERGED: Final = 4096  # merged extents that are not published yet
 MAX_TRIES: Final = 3  # of one thing, before the next has its turn
 RETRY_S: Final = 30.0  # after which removals that failed are tried again
@@ -75,6 +75,7 @@ class ExtentPublisher:
         self._removals: list[_Removal] = []  # that failed, to be tried again
         self._retry_at = 0.0
         self._uses = LastUses[str]()  # paths of what lists extents
+        self._told_full = False  # was it logged that too many removals wait?
         self._busy = False
         self._closing = False  # nothing is tried again
         self._closed = False
@@ -108,10 +109,9 @@ class ExtentPublisher:
                 self._extents -= len(self._jobs) - len(kept)
                 self._jobs = deque(kept)
             kid = self._uses.forget(extent)
-        self._counters.count(deleted=1)
         if kid is not None:
             self._remove(_Removal(kid, again=True, first=first))
-        self._remove(_Removal(self._paths.extent(extent), again=True, first=first))
+        self._counters.count(deleted=self._remove(_Removal(self._paths.extent(extent), again=True, first=first)))
         self._delete_parts(extent, first)
 
     def replaced(self, part: ExtentId, whole: ExtentId) -> None:
@@ -141,10 +141,19 @@ class ExtentPublisher:
         if kid is not None:
             self._remove(_Removal(kid, again=False))
 
-    def _remove(self, what: _Removal) -> None:
+    def _remove(self, what: _Removal) -> bool:
+        """Queue a removal. False: too much waits."""
         with self._changed:
-            if len(self._jobs) + len(self._first) < MAX_REMOVALS:
+            waiting = len(self._jobs) + len(self._first)
+            full = waiting >= MAX_REMOVALS
+            if full and not self._told_full:
+                log.warning(
+                    "%d removals wait for the shared store: further objects that were deleted stay in it", waiting
+                )
+            self._told_full = full or (self._told_full and waiting > MAX_REMOVALS // 2)
+            if not full:
                 self._add(what)
+            return not full
 
     def used(self, extent: ExtentId, kid: str, modified: float) -> None:
         """Note that an extent was used. `kid`: the path of what lists it, last written at `modified`."""

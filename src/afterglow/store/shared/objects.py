@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 from urllib.parse import unquote, urlsplit
 
@@ -18,6 +21,7 @@ READ_S = 30  # after which the client gives up a call whose caller has gone
 WRITE_S = 600  # and one that writes: a large object over a slow line takes its time
 PARALLEL = 8  # objects read at a time
 MAX_BYTES = 1 << 26  # of an object that is read whole
+_STAGED = re.compile(r"#\d+$")  # in a folder an object has such a name until it is written
 
 
 class Listed(NamedTuple):
@@ -56,6 +60,14 @@ class Closeable(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class Tidied(Protocol):
+    """A store in which killed writers leave what no listing shows."""
+
+    def tidy(self, seconds: float) -> Iterator[None]:
+        """Remove what was left so many seconds ago or before; yields now and then."""
+
+
 def check_url(url: str) -> None:
     """Check that a URL names a store of a kind that can be used here.
 
@@ -90,8 +102,11 @@ class ObstoreObjects:
         self._obstore = obstore
         self._store: Any
         self._writes: Any  # the same store, for calls that write objects
-        if urlsplit(url).scheme == "file":
-            self._store = self._writes = LocalStore(unquote(urlsplit(url).path), mkdir=True)
+        self._folder = Path(unquote(urlsplit(url).path)) if urlsplit(url).scheme == "file" else None
+        if self._folder is not None:
+            if not self._folder.exists():  # what is in it is for its servers alone, as are the files of their disks
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._store = self._writes = LocalStore(self._folder)
         else:
             retries: Any = {"max_retries": 1, "retry_timeout": timedelta(seconds=5)}
             options: Any = {"connect_timeout": "3s", **_client_options()}
@@ -127,6 +142,17 @@ class ObstoreObjects:
     def delete(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._obstore.delete(self._store, path)
+
+    def tidy(self, seconds: float) -> Iterator[None]:
+        for folder, folders, files in os.walk(self._folder) if self._folder is not None else ():
+            if "kids" in folders:  # many, and with no text in them
+                folders.remove("kids")
+            for file in filter(_STAGED.search, files):
+                with contextlib.suppress(FileNotFoundError):  # another server has removed it
+                    staged = Path(folder, file)
+                    if staged.stat().st_mtime <= time.time() - seconds:
+                        staged.unlink()
+            yield
 
 
 def _client_options() -> dict[str, object]:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from queue import SimpleQueue
 from typing import Final, Generic, TypeVar
 
@@ -170,15 +171,19 @@ class Remote:
         Raises:
             StoreError: as `call`.
         """
+        return self.steps(what, lambda objects: objects.list(folder), seconds)
 
-        def begin(objects: Objects) -> tuple[Iterator[list[Listed]], list[Listed] | None]:
-            steps = objects.list(folder)
-            return steps, next(steps, None)  # one call: one that only makes the iterator never fails
+    def steps(self, what: str, work: Callable[[Objects], Iterator[T]], seconds: float) -> Iterator[T]:
+        """Yield what `work` yields; each step has `seconds`. Raises: StoreError, as `call`."""
+
+        def begin(objects: Objects) -> tuple[Iterator[T], list[T]]:
+            steps = work(objects)
+            return steps, [*islice(steps, 1)]  # one call: one that only makes the iterator never fails
 
         steps, some = self.call(what, begin, seconds)
-        while some is not None:
-            yield some
-            some = self.call(what, lambda _: next(steps, None), seconds)
+        while some:
+            yield from some
+            some = self.call(what, lambda _: [*islice(steps, 1)], seconds)
 
     def _run(self, work: Callable[[Objects], T], answer: _Answer[T]) -> None:
         try:

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -182,7 +183,9 @@ def test_a_server_whose_engine_has_died_is_started_again(tmp_path: Path) -> None
     command = [sys.executable, "-c", SUPERVISOR, STAND_IN, str(tmp_path), str(own_port()), str(own_port())]
     env = {**os.environ, "HTTP_PROXY": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    limit = threading.Timer(120, process.kill)  # which ends a line that is waited for
     try:
+        limit.start()
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline().startswith("server: ")
@@ -194,6 +197,7 @@ def test_a_server_whose_engine_has_died_is_started_again(tmp_path: Path) -> None
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:
+        limit.cancel()
         process.kill()
         process.communicate()
 

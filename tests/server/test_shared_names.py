@@ -225,8 +225,10 @@ def test_a_deletion_that_cannot_be_done_here_yet_is_done_later(
 
         monkeypatch.setattr(bucket, "delete", delete)
         assert at.forget_session("one/", "other", here=True)
+        assert two[0].pin_session("one/", "theirs", True, here=True)
         with pytest.raises(StoreError):
             at.look()
+        assert [name for _, name in parts[0].asked[-1]] == ["theirs"]
     else:
         at.look()
     assert replies.forgotten == ["secret"]

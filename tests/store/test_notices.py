@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,8 @@ def test_a_fact_holds_until_it_is_withdrawn_and_the_latest_value_counts(world: W
     assert len(world.bucket.objects) == 2, "earlier values are gone"
     world.now += 40 * 24 * HOUR_S
     assert a.facts()["prompt"]["text"] == "two"
-    a.withdraw("prompt")
-    b.withdraw("never stated")
+    a.withdraw("prompt", {"name": "end"})
+    b.withdraw("never stated", {"name": "end"})
     assert [*b.facts()] == ["pin"]
 
 
@@ -114,14 +115,15 @@ def test_what_cannot_be_told_is_told_when_the_store_answers_in_its_order(world: 
     world.bucket.down = True
     a.tell({"name": "one"})
     a.state("pin", {"text": ""})
-    a.withdraw("pin")
+    a.withdraw("pin", {"name": "unpin"})
     a.state("prompt", {"text": ""})
     with pytest.raises(StoreError):
         a.do_late()
     world.bucket.down = False
     assert names(b) == []
-    a.do_late()
-    assert names(b) == ["one"]
+    while a.waiting:
+        a.do_late()
+    assert names(b) == ["one", "unpin", "unpin"], "again when the fact is gone"
     assert [*b.facts()] == ["prompt"]
 
 
@@ -135,16 +137,38 @@ def test_what_fails_alone_holds_nothing_else_up(world: World, monkeypatch: pytes
 
     with monkeypatch.context() as patch:
         patch.setattr(world.bucket, "delete", denied)
-        a.withdraw("pin")
+        a.withdraw("pin", {"name": "unpin"})
+        assert names(b) == ["unpin"]
         world.now += 1
         a.state("pin", {"text": "newer"})  # waits for the change before it
         a.tell({"name": "one"})
         with pytest.raises(StoreError):
             a.do_late()
     assert names(b) == ["one"]
-    assert b.facts()["pin"]["text"] == ""
+    assert (b.facts()["pin"]["text"], a.waiting) == ("", {"pin"})
     a.do_late()
     assert b.facts()["pin"]["text"] == "newer"
+    assert names(b) == ["unpin"], "of those that have found it stated meanwhile"
+
+
+def test_of_many_changes_that_fail_a_try_meets_few_and_each_has_its_turn(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notices, "MAX_LATE_FAILURES", 2)
+    a, tried = world.engine("a"), list[int]()
+
+    def fails(number: int) -> None:
+        tried.append(number)
+        raise StoreError("denied")
+
+    for number in range(5):
+        assert not a.do(partial(fails, number))
+    assert tried == [0, 1, 2, 3, 4], "one that is new tries itself alone"
+    tried.clear()
+    for _ in range(5):
+        with pytest.raises(StoreError, match="denied"):
+            a.do_late()
+    assert tried == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
 
 
 def test_a_late_change_of_a_fact_leaves_what_others_have_stated_since(world: World) -> None:
@@ -152,7 +176,7 @@ def test_a_late_change_of_a_fact_leaves_what_others_have_stated_since(world: Wor
     a.state("prompt", {"text": "one"})
     a.state("pin", {"text": "one"})
     world.bucket.down = True
-    a.withdraw("prompt")
+    a.withdraw("prompt", {"name": "end"})
     a.state("pin", {"text": "two"})
     world.bucket.down = False
     world.now += HOUR_S

@@ -90,15 +90,16 @@ def test_a_folder_is_its_servers_alone_and_keeps_nothing_of_killed_writers(tmp_p
     old, young, text = (
         folder / "digest" / each for each in ("extents/ab/abcd.safetensors#1", "extents/young#12", "ids/r/x#3")
     )
-    text.parent.mkdir(parents=True)
-    for each in (old, young, text):
+    others = folder / "other" / "issue#42"
+    for each in (old, young, text, others):
+        each.parent.mkdir(parents=True, exist_ok=True)
         each.write_bytes(b"left")
-    for each in (old, text):
+    for each in (old, text, others):
         os.utime(each, (0, 0))
-    assert [each.path for some in objects.list("") for each in some] == ["digest/extents/ab/abcd.safetensors"]
+    assert [each.path for some in objects.list("digest") for each in some] == ["digest/extents/ab/abcd.safetensors"]
     remote = Remote(lambda: objects)
     assert Budget(remote, Paths("digest"), 100, SharedCounters()).make_room(1)
-    assert [each.exists() for each in (old, young, text)] == [False, True, False]
+    assert [each.exists() for each in (old, young, text, others)] == [False, True, False, True]
     assert objects.get("digest/extents/ab/abcd.safetensors", 0, 9) == b"rows"
     remote.close()
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from afterglow.errors import StoreError
-from afterglow.store.database.conversations import TTL_S
+from afterglow.store.database.conversations import TTL_S, Conversations
 from afterglow.store.shared import records, remote, shared_responses
 from afterglow.store.shared.counters import SharedCounters
 from afterglow.store.shared.objects import WRITE_S
@@ -256,7 +256,30 @@ def test_a_write_that_was_given_up_brings_no_deleted_response_back(
     assert not any(b"secret" in data for data in bucket.objects.values())
     now[0] += WRITE_S
     at.kept.sweep()
-    assert at.kept.unpublished.read() == []
+    calls = bucket.calls
+    at.kept.sweep()
+    assert (at.kept.unpublished.read(), bucket.calls) == ([], calls), "it is looked for no more"
+    at.kept.close()
+
+
+@pytest.mark.usefixtures("no_rest")
+def test_a_response_that_has_left_its_servers_file_for_room_stays_in_the_store(
+    tmp_path: Path, bucket: Bucket, b: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at, put = Replica(tmp_path / "small", bucket, max_bytes=100_000), bucket.put
+
+    def late(path: str, data: bytes, *, replace: bool = False) -> bool:
+        put(path, data, replace=replace)
+        raise ConnectionResetError("the answer is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bucket, "put", late)
+        at.say("first", None)
+    for number in range(20):
+        at.kept.add(f"later {number}", "t", None, "m", {"long": "x" * 10_000}, [])
+    assert Conversations.get(at.kept, "first", "t") is None
+    at.kept.sweep()
+    assert texts(b.kept.chain("first", "t")) == ["in first"]
     at.kept.close()
 
 

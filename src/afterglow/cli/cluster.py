@@ -26,6 +26,7 @@ from afterglow.library.threads import physical_cores
 ROUTER = "vllm-router"
 POLL = 0.2  # seconds
 HEALTH_SECONDS = 2.0  # between two looks at whether each server's engine lives
+PATIENT_LOOKS = 5  # at one that has died, before its server is killed
 ROUTER_SECONDS = 5.0  # for the router's end, once no replica answers any more
 # What names one address or file; and the router speaks plain HTTP with servers.
 ONE_EACH = ("--kv-events", "--kv-events-replay", "--journal", "--record-trace", "--ssl-certfile")
@@ -123,7 +124,7 @@ def make_router(
         "--worker-startup-check-interval", "1", "--health-check-interval-secs", "1",
         "--health-failure-threshold", "1", "--health-success-threshold", "1",
         "--cb-failure-threshold", "2", "--cb-success-threshold", "1", "--cb-timeout-duration-secs", "1",
-        "--cors-allowed-origins", f"http://{options.host}:{options.port}",
+        "--cors-allowed-origins", url_of(options),
         "--prometheus-port", str(metrics), "--log-level", "warning",
     ]  # fmt: skip
     env = {"RUST_LOG": "warn", **os.environ}  # otherwise it writes several lines for each request
@@ -132,15 +133,21 @@ def make_router(
     return ChildProcess("router", command, env, folder / "router.log")
 
 
+def url_of(options: ReplicaOptions) -> str:
+    """Return the router's address."""
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    return f"http://{host}:{options.port}"
+
+
 class Supervisor:
     """Servers and router while they run."""
 
     def __init__(self, replicas: Sequence[Replica], router: ChildProcess, options: ReplicaOptions) -> None:
         self._replicas, self._router = replicas, router
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        self._url = f"http://{host}:{options.port}"
+        self._url = url_of(options)
         self._client = httpx.Client(trust_env=False, timeout=1)  # no proxy leads to these
         self._look_at = 0.0
+        self._dead: dict[str, int] = {}  # looks in a row that have found a server's engine dead
         self._signals = 0
         self._signalled = threading.Event()
 
@@ -179,9 +186,13 @@ class Supervisor:
         self._look_at = time.monotonic() + HEALTH_SECONDS
         for replica in self._replicas:
             answer = self._health(replica.url)
-            if answer is not None and answer.status_code == 503 and "engine_dead" in answer.text:
+            if answer is None or answer.status_code != 503 or "engine_dead" not in answer.text:
+                self._dead.pop(replica.url, None)
+                continue
+            looks = self._dead[replica.url] = self._dead.get(replica.url, 0) + 1
+            if looks == 1:
                 print(f"{replica.process.name}: its engine has died", file=sys.stderr)
-                replica.process.signal(signal.SIGTERM)
+            replica.process.signal(signal.SIGTERM if looks < PATIENT_LOOKS else signal.SIGKILL)
 
     def _health(self, url: str) -> httpx.Response | None:
         """Ask a process for its health; None, where it does not answer."""
@@ -215,6 +226,7 @@ class Supervisor:
             answer = self._health(url)
             if answer is not None and answer.status_code == 200:
                 return True
+            self._end_dead_engines()
         return False
 
     def _end(self) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -118,8 +118,7 @@ class SharedNames:
             return False
         self._noted.pop((salt, name), None)
         self._ids.notices.do(partial(self._forget_name, salt, name, time.time()))
-        self._ids.notices.withdraw(_pin(salt, name))
-        self._ids.notices.tell({"event": "session", "owner": owner_of(salt), "name": name})
+        self._ids.notices.withdraw(_pin(salt, name), {"event": "session", "owner": owner_of(salt), "name": name})
         return True
 
     def pin_session(self, salt: str, name: str, pinned: bool, here: bool) -> bool:
@@ -130,8 +129,7 @@ class SharedNames:
             self._ids.notices.state(_pin(salt, name), {"owner": owner_of(salt), "name": name})
         else:
             with self._changing(lambda: self._ids.pin([(owner_of(salt), name)], False)):
-                self._ids.notices.withdraw(_pin(salt, name))
-            self._ids.notices.tell({"event": "unpin", "owner": owner_of(salt), "name": name})
+                self._ids.notices.withdraw(_pin(salt, name), {"event": "unpin", "owner": owner_of(salt), "name": name})
         return True
 
     # --------------------------------------------------------------------------------------------------- prompts
@@ -145,11 +143,10 @@ class SharedNames:
     def forget_prompt(self, salt: str, name: str, here: bool) -> bool:
         """Have a prompt unregistered by all servers; tell whether one knew it."""
         fact = _prompt(owner_of(salt), name)
-        if not (here or fact in self._facts or _answer(lambda: fact in self._ids.notices.facts())):
+        if not (here or self._stated(fact)):
             return False
         with self._changing(lambda: self._prompts.drop(owner_of(salt), name)):
-            self._ids.notices.withdraw(fact)
-        self._ids.notices.tell({"event": "prompt", "owner": owner_of(salt), "name": name})
+            self._ids.notices.withdraw(fact, {"event": "prompt", "owner": owner_of(salt), "name": name})
         return True
 
     def prompts(self, salt: str, here: list[PrefixInfo]) -> list[PrefixInfo]:
@@ -174,7 +171,9 @@ class SharedNames:
             facts = self._or("reading the names of other servers", self._ids.notices.facts, self._facts)
             for fact, value in facts.items():
                 if covers(whose, str(value["owner"])):
-                    self._ids.notices.withdraw(fact)
+                    kind = "prompt" if _is(fact, "prompt") else "unpin"
+                    event = {"event": kind, "owner": value["owner"], "name": value["name"]}
+                    self._ids.notices.withdraw(fact, event)
         self._noted.clear()
         if tenant is not None:
             folder = self._kind(tenant)
@@ -189,13 +188,17 @@ class SharedNames:
 
     def look(self) -> None:
         """Tell what could not be told before, and do what others have told, the one also where the other fails. Raises: StoreError."""
-        with self._looking:
-            try:
-                self._ids.notices.do_late()
-            finally:
-                self._do_events()
-            changes = self._changes
-            self._hold(self._ids.notices.facts(), changes)
+        notices = self._ids.notices
+        with self._looking, ExitStack() as rest:
+            rest.callback(self._do_facts)
+            rest.callback(self._do_events)
+            notices.do_late()
+
+    def _do_facts(self) -> None:
+        """Hold the facts that others have stated, but for those that are still to be changed. Raises: StoreError."""
+        changes, notices = self._changes, self._ids.notices
+        facts, waiting = notices.facts(), notices.waiting
+        self._hold({fact: value for fact, value in facts.items() if fact not in waiting}, changes)
 
     def _do_events(self) -> None:
         """Do what others have told. Where this server's own file fails, an event comes again. Raises: StoreError."""
@@ -216,12 +219,12 @@ class SharedNames:
         self._forget_turns()
         if kind == "session":
             name = str(event["name"])
-            self._ids.forget_session(str(owner), name)
-            self._tokenizer.replies.forget(lambda salt: owner_of(salt) == owner, name)
-            for salt in replies.salts():
+            for salt in replies.salts():  # first what may fail, and then the event comes again
                 if owner_of(salt) == owner:
                     self._noted.pop((salt, name), None)
                     replies.forget([salt], name)
+            self._ids.forget_session(str(owner), name)
+            self._tokenizer.replies.forget(lambda salt: owner_of(salt) == owner, name)
         elif kind == "unpin":
             self._ids.pin([(str(owner), str(event["name"]))], False)
         elif kind == "prompt":
@@ -229,11 +232,11 @@ class SharedNames:
             self._ids.forget_prefix(str(owner), str(event["name"]))
         elif kind == "reset":
             whose = None if owner is None else str(owner)
+            replies.forget([salt for salt in replies.salts() if covers(whose, owner_of(salt))])
             self._noted.clear()
             self._ids.reset(whose)
             self._prompts.reset_of(whose)
             self._tokenizer.replies.clear(lambda salt: covers(whose, owner_of(salt)))
-            replies.forget([salt for salt in replies.salts() if covers(whose, owner_of(salt))])
 
     def _hold(self, facts: Mapping[str, Mapping[str, Any]], changes: int) -> None:
         """Pin what others have pinned, as far as it is here, and know their prompts, unless these were read while a client of this
@@ -278,7 +281,17 @@ class SharedNames:
     def _known(self, salt: str, name: str) -> bool:
         """Does another server know a conversation? One that is pinned is known for longer than its name. Raises: RequestError."""
         kind = self._kind(salt)
-        return _pin(salt, name) in self._facts or _answer(lambda: bool(self._ids.records.get(kind, salt, [name])))
+        return self._stated(_pin(salt, name), lambda: bool(self._ids.records.get(kind, salt, [name])))
+
+    def _stated(self, fact: str, known: Callable[[], bool] = lambda: False) -> bool:
+        """Is a fact stated, or what else may be `known`? Raises: RequestError, where the store fails: other servers may know."""
+        try:
+            return known() or fact in self._ids.notices.facts()
+        except StoreError as error:
+            log.warning("asking what other servers know: %s", error)
+            if fact in self._facts:
+                return True
+            raise unavailable("the store that servers share does not answer; try again later") from error
 
     def _forget_name(self, salt: str, name: str, asked: float) -> None:
         """Remove the name of a conversation, unless it has been used since a client asked for that. Raises: StoreError."""
@@ -293,15 +306,6 @@ class SharedNames:
         except StoreError as error:
             log.warning("%s: %s", what, error)
             return other
-
-
-def _answer(work: Callable[[], bool]) -> bool:
-    """Return what `work` returns. Raises: RequestError, where the store fails: other servers may know what is asked for."""
-    try:
-        return work()
-    except StoreError as error:
-        log.warning("asking what other servers know: %s", error)
-        raise unavailable("the store that servers share does not answer; try again later") from error
 
 
 def _is(fact: str, kind: str) -> bool:

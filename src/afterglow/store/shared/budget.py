@@ -100,7 +100,7 @@ class Budget:
     def _sweep(self, size: int) -> None:
         """Count all objects; remove those that have expired or that nothing leads to, and the least recently used."""
         found = self._look()
-        for _ in self._remote.steps("looking for what killed writers have left", _tidy, LIST_S):
+        for _ in self._remote.steps("looking for what killed writers have left", self._tidy, LIST_S):
             self._go_on()
         now = time.time()
         self._room.counted(sum(each.size for each in found.objects.values()))
@@ -122,6 +122,9 @@ class Budget:
             if (published := published_at(each.path)) is not None:
                 kids.setdefault(published.id, []).append(each)
         return _Found(extents, kids)
+
+    def _tidy(self, objects: Objects) -> Iterator[None]:
+        return objects.tidy(self._paths.digest, YOUNG_S) if isinstance(objects, Tidied) else iter(())
 
     def _list(self, folder: str) -> Iterator[Listed]:
         """Yield all objects below a folder."""
@@ -145,10 +148,6 @@ class Budget:
         if there is not None:
             self._room.removed(there.size)
             self._counters.count(swept=1)
-
-
-def _tidy(objects: Objects) -> Iterator[None]:
-    return objects.tidy(YOUNG_S) if isinstance(objects, Tidied) else iter(())
 
 
 def _rank(name: ExtentId, found: _Found) -> Rank:

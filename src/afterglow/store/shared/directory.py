@@ -129,8 +129,8 @@ class DirectoryObjects:
     def list(self, prefix: str) -> Iterator[list[Listed]]:
         return self._objects.list(prefix)
 
-    def tidy(self, seconds: float) -> Iterator[None]:
-        return self._objects.tidy(seconds) if isinstance(self._objects, Tidied) else iter(())
+    def tidy(self, folder: str, seconds: float) -> Iterator[None]:
+        return self._objects.tidy(folder, seconds) if isinstance(self._objects, Tidied) else iter(())
 
     def delete(self, path: str) -> None:
         self._objects.delete(path)

@@ -33,11 +33,12 @@ FACTS: Final = "facts"
 FILE: Final = "shared-events.json"
 HOUR_S: Final = 3600.0
 SKEW_S: Final = 300.0  # that another engine's clock may differ
-BEHIND_S: Final = HOUR_S  # that it may be behind: events of such an engine are found
-BEHIND_LOOK_S: Final = 60.0  # so much later, by looks that go back so far
+BEHIND_LOOK_S: Final = 60.0  # between looks for events of engines whose clocks are up to an hour behind
+BEHIND_S: Final = HOUR_S + 2 * BEHIND_LOOK_S  # that these looks go back
 LATE_S: Final = 60.0  # after which a change of a fact leaves what others have stated since
 SAVE_S: Final = 60.0  # between two writes of the file where nothing has happened
 MAX_UNTOLD: Final = 4096
+MAX_LATE_FAILURES: Final = 8  # in one try of what could not be done before
 
 
 class _Change(NamedTuple):
@@ -74,38 +75,66 @@ class Notices:
         now = self._clock()
         self.do(partial(self._state, fact, {**value, "fact": fact, "at": now}, now), fact)
 
-    def withdraw(self, fact: str) -> None:
-        """State a fact no more."""
-        self.do(partial(self._state, fact, None, self._clock()), fact)
+    def withdraw(self, fact: str, event: Mapping[str, Any]) -> None:
+        """State a fact no more, and tell all others so: at once, and again when it could only be withdrawn later. Until then they find it
+        stated."""
+        now = self._clock()
 
-    def do(self, work: Callable[[], object], about: str = "") -> None:
-        """Change something in the store, now or when it answers; what is `about` the same in the order in which it was asked for."""
-        if len(self._untold) >= MAX_UNTOLD:
+        def work() -> None:
+            self._state(fact, None, now)
+            self._tell(name, {**event, "at": now})
+
+        name = uuid.uuid4().hex
+        if not self.do(work, fact):
+            self.tell(event)
+
+    def do(self, work: Callable[[], object], about: str = "") -> bool:
+        """Change something in the store, now or when it answers; what is `about` the same in the order in which it was asked for. False:
+        it was not done now.
+        """
+        if about not in self.waiting:
+            try:
+                work()
+            except StoreError as error:
+                log.warning("other servers learn later of a change that was made here: %s", error)
+            else:
+                return True
+        with self._lock:
+            full = len(self._untold) >= MAX_UNTOLD
+            if not full:
+                self._untold.append(_Change(work, about))
+        if full:
             log.warning("the shared store does not answer: other servers will not learn of a change that was made here")
-            return
-        self._untold.append(_Change(work, about))
-        try:
-            self.do_late()
-        except StoreError as error:
-            log.warning("other servers learn later of a change that was made here: %s", error)
+        return False
+
+    @property
+    def waiting(self) -> set[str]:
+        """Return what changes that are still to be made are about."""
+        with self._lock:
+            return {change.about for change in self._untold} - {""}
 
     def do_late(self) -> None:
-        """Do what could not be done before. What fails again holds nothing else up, unless the store is left alone. Raises: StoreError."""
+        """Do what could not be done before. What fails again has its next turn after the others. Raises: StoreError."""
         failed: list[StoreError] = []
-        waits = set[str]()
+        waits: set[int | str] = set()  # changes that have failed, and what they are about
         with self._doing:
             for change in [*self._untold]:
                 if change.about in waits:
                     continue
                 try:
                     change.work()
-                except RefusedError:
-                    raise
                 except StoreError as error:
                     failed.append(error)
-                    waits |= {change.about} - {""}
+                    waits |= {id(change), *filter(None, (change.about,))}
+                    if isinstance(error, RefusedError) or len(failed) == MAX_LATE_FAILURES:
+                        break
                 else:
-                    self._untold.remove(change)
+                    with self._lock:
+                        self._untold.remove(change)
+            with self._lock:
+                later = [id(change) in waits or change.about in waits for change in self._untold]
+                parts = zip(later, self._untold, strict=True)
+                self._untold = deque(change for _, change in sorted(parts, key=lambda each: each[0]))
         if failed:
             raise failed[0]
 

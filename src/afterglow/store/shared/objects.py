@@ -64,8 +64,8 @@ class Closeable(Protocol):
 class Tidied(Protocol):
     """A store in which killed writers leave what no listing shows."""
 
-    def tidy(self, seconds: float) -> Iterator[None]:
-        """Remove what was left so many seconds ago or before; yields now and then."""
+    def tidy(self, folder: str, seconds: float) -> Iterator[None]:
+        """Remove what was left below a folder so many seconds ago or before; yields now and then."""
 
 
 def check_url(url: str) -> None:
@@ -143,13 +143,13 @@ class ObstoreObjects:
         with contextlib.suppress(FileNotFoundError):
             self._obstore.delete(self._store, path)
 
-    def tidy(self, seconds: float) -> Iterator[None]:
-        for folder, folders, files in os.walk(self._folder) if self._folder is not None else ():
+    def tidy(self, folder: str, seconds: float) -> Iterator[None]:
+        for where, folders, files in os.walk(self._folder / folder) if self._folder is not None else ():
             if "kids" in folders:  # many, and with no text in them
                 folders.remove("kids")
             for file in filter(_STAGED.search, files):
-                with contextlib.suppress(FileNotFoundError):  # another server has removed it
-                    staged = Path(folder, file)
+                with contextlib.suppress(OSError):  # another server has removed it, or this one may not
+                    staged = Path(where, file)
                     if staged.stat().st_mtime <= time.time() - seconds:
                         staged.unlink()
             yield

@@ -64,6 +64,7 @@ class SharedConversations(Conversations):
             0.1, 1.0
         )  # servers that start together do not clean together
         self._writing: dict[str, float] = {}  # until when a write that was given up may still arrive in the store
+        self._deleted: dict[str, str] = {}  # of these, those that were deleted since, and whose they were
         super().__init__(folder, ttl_s=ttl_s, max_bytes=max_bytes, clock=clock)
         self.unpublished = Unpublished(self.file)
 
@@ -95,6 +96,8 @@ class SharedConversations(Conversations):
         found = self.get(response, tenant)
         if found is None:
             return False
+        if response in self._writing:
+            self._deleted[response] = tenant
         try:
             self._records.put(DELETED, _tree(tenant, found.root), response, {})
             self._records.delete(RESPONSES, tenant, response)
@@ -105,8 +108,9 @@ class SharedConversations(Conversations):
     def sweep(self) -> int:
         """Drop what has expired; write to the store what could not be written before."""
         gone = super().sweep()
-        with contextlib.suppress(StoreError):
-            self._publish_late()
+        for work in (self._publish_late, self._delete_late):
+            with contextlib.suppress(StoreError):
+                work()
         if self._clock() >= self._next_clean:
             self._next_clean = self._clock() + CLEAN_S
             with contextlib.suppress(StoreError):
@@ -124,18 +128,25 @@ class SharedConversations(Conversations):
             self._publish(response, tenant)
 
     def _publish(self, response: str, tenant: str) -> None:
-        """Write a response to the store, or remove it there once it has gone from here, and note that this is done. Raises: StoreError."""
+        """Write a response to the store, if it is still there, and note that it is written. Raises: StoreError."""
         found = super().get(response, tenant)
         if found is not None:
+            before = self._writing.get(response)
             self._writing[response] = self._clock() + WRITE_S
             self._write(found, tenant)
-            del self._writing[response]
-        if super().get(response, tenant) is None:  # perhaps it has been deleted meanwhile
-            self._records.delete(RESPONSES, tenant, response)
-            if self._clock() < self._writing.get(response, 0.0):
-                return
-            self._writing.pop(response, None)
+            if before is None and response not in self._deleted:
+                self._writing.pop(response, None)
         self.unpublished.remove(response)
+
+    def _delete_late(self) -> None:
+        """Delete what a write that was given up may have brought back. Raises: StoreError."""
+        for response, until in [*self._writing.items()]:
+            tenant = self._deleted.get(response)
+            if tenant is not None:
+                self._records.delete(RESPONSES, tenant, response)
+            if self._clock() >= until:
+                self._writing.pop(response, None)
+                self._deleted.pop(response, None)
 
     def _write(self, found: StoredResponse, tenant: str) -> None:
         """Write a response to the store. Raises: StoreError."""

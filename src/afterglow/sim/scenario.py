@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice
 from math import ceil
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,20 +36,29 @@ class TurnSource(Protocol):
 
 
 class _First:
-    """The first conversations of a source."""
+    """The first conversations of a trace, each with all its parts; where they may go on, the trace is read to its end."""
 
     def __init__(self, source: TraceSource, count: int) -> None:
         self._source, self._count, self._given = source, count, 0
+        self._go_on: set[str] = set()
 
     @property
     def fraction(self) -> float:
-        return self._given / self._count
+        return self._source.fraction if self._go_on else self._given / self._count
 
     def __iter__(self) -> Iterator[Conversation]:
         self._given = 0
-        for conversation in islice(self._source, self._count):
-            self._given += 1
+        self._go_on.clear()
+        for conversation in self._source:
+            if conversation.name not in self._go_on:
+                if self._given == self._count:
+                    continue
+                self._given += 1
+                if conversation.goes_on:
+                    self._go_on.add(conversation.name)
             yield conversation
+            if self._given == self._count and not self._go_on:
+                return
 
 
 class Running:

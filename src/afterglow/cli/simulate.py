@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from afterglow.config import format_size
 from afterglow.errors import ConfigError
 from afterglow.sim.machine.catalogue import hardware, model
 from afterglow.sim.operators.operator_tables import OperatorOptions, run
-from afterglow.sim.scenario import GB, Running, setup_of
+from afterglow.sim.scenario import GB, Running, check_useful, setup_of
 from afterglow.sim.scenario_options import EngineModel, Scenario, TierConfig, flag
 from afterglow.sim.sweep import Point, checked, points
 
@@ -25,14 +25,16 @@ INTERRUPTED = 130
 PARTS = 1000  # of a simulation, for the progress bar
 
 
-def simulate(scenario: Scenario, sweeps: list[str], report: ReportOptions) -> int:
-    """Simulate a scenario, or each point of the sweeps, and return the exit code. Raises: ConfigError, ModelError."""
+def simulate(scenario: Scenario, sweeps: list[str], report: ReportOptions, typed: Collection[str] = ()) -> int:
+    """Simulate a scenario, or each point of the sweeps, and return the exit code. `typed`: options of the command line,
+    which have to be of use. Raises: ConfigError, ModelError."""
     json, plot = report.json, report.plot
     fig.check_writable(json)
     if plot is not None:
         check_plots(plot)
     all_points = points(sweeps)
     scenarios = checked(scenario, all_points)
+    check_useful(scenarios, {*typed, *all_points[0].values})
     for each in scenarios:  # an option that cannot be is said before the first one is simulated
         setup_of(each)
     done: list[tuple[Point, dict[str, Any]]] = []

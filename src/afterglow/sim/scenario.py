@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,13 +16,14 @@ from afterglow.sim.machine.catalogue import RESERVE, Hardware, hardware, model
 from afterglow.sim.machine.shape import ModelShape
 from afterglow.sim.machine.timing import Calibration
 from afterglow.sim.nearest import unknown
-from afterglow.sim.scenario_options import Scenario
+from afterglow.sim.scenario_options import Scenario, flag
 from afterglow.sim.simulator import Outcome, Simulation, summary
 from afterglow.sim.workload.sharegpt import PRESETS, ShareGPT, ThinkTime, preset
 from afterglow.sim.workload.traces import TraceSource
 from afterglow.sim.workload.turns import Conversation, Workload
 
 GB = 10**9
+WITHOUT_TIMES = {"agentic"}  # formats of traces whose sessions begin when --rate says
 PRESET_RATE, TRACE_RATE = 1.0, 0.1  # conversations per second, where nothing says it
 
 
@@ -181,6 +182,35 @@ def fewest_devices(shape: ModelShape, device: Hardware, window: int, dtype: str)
     """How many devices have room for the weights, and for the keys and values of one context."""
     needed = shape.weight_bytes(dtype) + window * shape.kv_bytes_per_token(dtype)
     return ceil((needed + 1) / (device.memory_bytes * (1 - RESERVE)))
+
+
+def check_useful(scenarios: Sequence[Scenario], names: Iterable[str]) -> None:
+    """Check that each of these options changes one of the scenarios at least. Raises: ConfigError."""
+    reasons = [_useless(scenario) for scenario in scenarios]
+    for name in sorted(names):
+        if all(name in each for each in reasons):
+            raise ConfigError(f"{flag(name)} does nothing {reasons[0][name]}")
+
+
+def _useless(scenario: Scenario) -> dict[str, str]:
+    """Map options that do nothing in a scenario to the reason. Raises: ConfigError."""
+    found: dict[str, str] = {}
+    if scenario.engine.calibration is not None:
+        speeds = "beside --calibration, which brings the speeds that were measured; leave one of the two out"
+        found |= {"disk_bandwidth": speeds, "host_link": speeds}
+        found["max_devices"] = "beside --calibration, whose times are those of one machine; leave one of the two out"
+    if not scenario.cluster.shared_tier:
+        found["network"] = "without --shared-tier, which is what engines reach over it"
+    if scenario.cluster.engines == 1:
+        found["router"] = "with one engine; --engines N simulates several"
+    if scenario.workload in PRESETS:
+        return found | dict.fromkeys(("format", "skip_bad", "pace"), "with a preset; it is for trace files")
+    found["think"] = "with a trace, which has its users' own times"
+    trace, _ = source_of(scenario, 1)
+    if trace is not None and trace.format not in WITHOUT_TIMES:
+        timed = "with a trace that has the times of its requests"
+        found |= {"rate": timed} if scenario.cluster.engines > 1 else {"rate": timed, "seed": timed}
+    return found
 
 
 def source_of(scenario: Scenario, window: int) -> tuple[TraceSource | None, TurnSource]:

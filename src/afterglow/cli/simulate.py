@@ -40,6 +40,7 @@ def simulate(scenario: Scenario, sweeps: list[str], report: ReportOptions, typed
     done: list[tuple[Point, dict[str, Any]]] = []
     running: Running | None = None
     stopped = False
+    failed: ConfigError | None = None
     try:
         with progress() as bar:
             for i, (point, each) in enumerate(zip(all_points, scenarios, strict=True)):
@@ -49,6 +50,13 @@ def simulate(scenario: Scenario, sweeps: list[str], report: ReportOptions, typed
         stopped = True
         if running is not None and not running.complete:
             done.append((all_points[len(done)], running.figures()))
+    except ConfigError as error:
+        if not sweeps:
+            raise
+        written = all_points[len(done)].written.items()
+        failed = ConfigError(f"at {', '.join(f'{flag(name)} {value}' for name, value in written)}: {error}")
+        if not done:
+            raise failed from None
     _show(scenario, done, bool(sweeps), quiet=json == "-")
     if stopped:
         part = done[-1][1]["fraction"] if done else 0.0
@@ -62,6 +70,8 @@ def simulate(scenario: Scenario, sweeps: list[str], report: ReportOptions, typed
     if plot is not None and done:
         paths = draw_sweep(plot, done) if sweeps else draw_run(plot, running.outcome if running is not None else None)
         print("drawn: " + ", ".join(map(str, paths)), file=sys.stderr)
+    if failed is not None:
+        raise failed
     return INTERRUPTED if stopped else 0
 
 

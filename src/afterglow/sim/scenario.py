@@ -23,7 +23,8 @@ from afterglow.sim.workload.traces import TraceSource
 from afterglow.sim.workload.turns import Conversation, Workload
 
 GB = 10**9
-WITHOUT_TIMES = {"agentic"}  # formats of traces whose sessions begin when --rate says
+# Formats of traces whose sessions begin when --rate says.
+WITHOUT_TIMES = {"agentic"}
 PRESET_RATE, TRACE_RATE = 1.0, 0.1  # conversations per second, where nothing says it
 
 

@@ -96,8 +96,8 @@ class Running:
         self.outcome = outcome = self._engines.finish()
         if self.complete and not outcome.turns:
             raise ConfigError(
-                f"nothing to count: the warm-up took {outcome.skipped} turns, {outcome.refused} were refused "
-                "(too long for the window), and there were no others"
+                f"nothing to count: the warm-up took {outcome.skipped} turns, {self.workload.taken - outcome.skipped} "
+                "were refused (too long for the window), and there were no others"
             )
         found = summary(outcome)
         found["history_tokens"] = sum(outcome.history)

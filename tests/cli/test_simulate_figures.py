@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from afterglow.cli.plots import MOST_POINTS, distribution
 from afterglow.cli.simulation_report import seconds
+from afterglow.sim.workload.sharegpt import PRESETS
 from tests.cli.test_simulate import SMALL, afterglow
 
 
@@ -29,6 +31,28 @@ def test_a_sweep_whose_first_point_fails_writes_nothing(tmp_path: Path) -> None:
     ran = afterglow("simulate", *SMALL, "--sweep", "warm-up=100000,0", "--json", str(file))
     assert (ran.code, ran.out, file.exists()) == (2, "", False)
     assert "at --warm-up 100000: nothing to count" in ran.err
+
+
+def test_turns_that_the_window_shortens_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    ran = afterglow("simulate", "sharegpt-arxiv", "--conversations", "20", "--json", str(file))
+    (point,) = json.loads(file.read_text())["points"]
+    count = point["figures"]["shortened_turns"]
+    law = PRESETS["sharegpt-arxiv"]
+    drawn = [turn for number in range(20) for turn in law.lengths(Random(f"0-{number} sharegpt-arxiv"))]
+    assert 0 < count == sum(max(turn) > 1024 for turn in drawn) < len(drawn)
+    (line,) = [line for line in ran.out.splitlines() if line.startswith("shortened ")]
+    assert line.endswith(
+        f"{count} turns: their questions or replies end at 1,024 tokens, half of the window (--window N changes it)"
+    )
+    whole = afterglow("simulate", "sharegpt-arxiv", "--conversations", "20", "--window", "8192")
+    assert "shortened" not in whole.out
+
+
+def test_a_window_without_room_for_a_question_and_a_reply_is_named() -> None:
+    ran = afterglow("simulate", *SMALL, "--window", "1")
+    assert (ran.code, ran.out) == (2, "")
+    assert "--window must be 2 or more for a preset, got 1" in ran.err
 
 
 @pytest.mark.parametrize("command", [("simulate", *SMALL), ("plan", *SMALL, "--hit-rate", "0.5")])

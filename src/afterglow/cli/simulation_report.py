@@ -79,6 +79,10 @@ def overview(figures: Figures) -> list[tuple[str, str]]:
     ]
     if f["cut_turns"] or f["refused"]:
         rows.insert(1, ("window", cut_by_window(f)))
+    if f["shortened_turns"]:
+        most = f"{number(f['window'] // 2)} tokens, half of the window"
+        text = f"{number(f['shortened_turns'])} turns: their questions or replies end at {most} (--window N changes it)"
+        rows.insert(1, ("shortened", text))
     if "cluster" in f:
         rows.append(("engines", _cluster(f["cluster"])))
     if "bad_lines" in f:

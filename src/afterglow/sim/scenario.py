@@ -102,6 +102,7 @@ class Running:
         found = summary(outcome)
         found["history_tokens"] = sum(outcome.history)
         found["window"] = self.setup.longest
+        found["shortened_turns"] = self.source.shortened if isinstance(self.source, ShareGPT) else 0
         found["cost"] = self._cost(outcome)
         if isinstance(self._engines, Cluster):
             found["cluster"] = self._engines.figures()
@@ -225,6 +226,8 @@ def source_of(scenario: Scenario, window: int) -> tuple[TraceSource | None, Turn
         )
         return trace, trace if wanted.conversations is None else _First(trace, wanted.conversations)
     law = preset(name)
+    if window < 2:
+        raise ConfigError(f"--window must be 2 or more for a preset, got {window}")
     return None, ShareGPT(
         law,
         conversations=wanted.conversations,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from benchmarks.sim import validate
-from benchmarks.sim.validate import DISK, HOST, ROOM, Said
+from benchmarks.sim.validate import CONVERSATIONS, DISK, HOST, QUICK, ROOM, Said
 
 from afterglow.bench.timed_requests import Turn
 from afterglow.request import CachedTokens
@@ -47,7 +47,7 @@ def test_both_sides_have_the_simulators_quantiles() -> None:
     assert (found["device"], found["host"], found["disk"]) == (0.4, 0.5, 0.1)
 
 
-@pytest.mark.parametrize("count", [20, 60])
+@pytest.mark.parametrize("count", [QUICK, CONVERSATIONS])
 def test_the_tiers_are_too_small_for_all_conversations(count: int) -> None:
     talks = validate.drawn_talks(random.Random(0), count, 4.0)
     assert sum(each.question + each.reply for _, said in talks for each in said) > ROOM + HOST + DISK

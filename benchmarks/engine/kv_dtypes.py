@@ -35,6 +35,7 @@ from torch import Tensor
 from afterglow.bench.report import COUNTED, arguments, finish, goal, interleaved, show, spread
 from afterglow.bench.timed_requests import asked, words
 from afterglow.engine.engine import Engine
+from afterglow.errors import ConfigError
 from afterglow.store.extents.throttle import Throttle
 from afterglow.text import Tokenizer
 from benchmarks.common.engines import engine_of
@@ -178,6 +179,8 @@ def perplexity(judge: Judge, model: str, text: Path, windows: int) -> dict[str, 
     """Stretches of a text, spread evenly over it: the first tokens are stored, the losses of the others are compared."""
     ids = Tokenizer(model).encode(text.read_text(encoding="utf-8"), add_special_tokens=False)
     size = CONTEXT + AFTER
+    if len(ids) <= size:
+        raise ConfigError(f"--text {text} has {len(ids)} tokens; give a text of more than {size}")
     step = max(size, (len(ids) - size) // windows)
     losses = Paired()
     for number, start in enumerate(range(0, len(ids) - size, step)[:windows]):

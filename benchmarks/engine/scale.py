@@ -41,6 +41,7 @@ PROMPT_ROWS = 256
 TURNS = 8
 VOCABULARY = 50_000
 LAYOUT = KVLayout(24, 2, 64, "BF16")
+SMALLEST = 10_000  # extents of the smallest catalog, which the others are compared with
 ASKED = 2000  # prompts that are matched
 VICTIMS = 1000
 FLAT = 2.0  # how much slower than with the smallest size still counts as flat: a larger index misses the processor's caches more often
@@ -72,8 +73,10 @@ def main(args: list[str]) -> int:
     if options.measure is not None:
         print(json.dumps(measured(options.measure, options.seed)))
         return 0
+    if options.extents < SMALLEST:
+        parser.error(f"--extents must be {SMALLEST} or more, the smallest size, got {options.extents}")
     largest = min(50_000, options.extents) if options.quick else options.extents
-    sizes = sorted({size for size in (10_000, largest // 10, largest) if 10_000 <= size <= largest})
+    sizes = sorted({size for size in (SMALLEST, largest // 10, largest) if size >= SMALLEST})
     rows = []
     with tempfile.TemporaryDirectory(dir=options.folder) as made:
         for size in sizes:

@@ -236,6 +236,9 @@ def test_the_command_writes(data: Path, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "argv", ["attncache_sts", *again, "--no-times"])
     with pytest.raises(ConfigError, match="other settings"):  # a file has times of all its tasks, or of none
         sts.main()
+    monkeypatch.setattr(sys, "argv", ["attncache_sts", *(word for word in again if word != "--quick")])
+    with pytest.raises(ConfigError, match="other settings"):
+        sts.main()
     whole = [row for row in rows if row["method"] == "AttnCache"]
     means = {row["threshold"]: row for row in rows if row["method"] == "mean maps"}
     assert all(means[row["threshold"]]["hit_rate"] == row["hit_rate"] for row in whole)

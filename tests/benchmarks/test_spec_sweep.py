@@ -122,7 +122,7 @@ def test_no_point_finds_rows_of_requests_of_another() -> None:
     assert points[0] == work
 
 
-def test_points_of_this_commit_and_size_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_of_this_commit_size_and_seed_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "sweep.json"
     kept = Kept.of(options(path))
     assert kept.rows == []
@@ -138,6 +138,8 @@ def test_points_of_this_commit_and_size_are_kept(tmp_path: Path, monkeypatch: py
         again.add(row(point))
     assert json.loads(path.read_text())["quick"] is False
     assert Kept.of(options(path, quick=True)).rows == []
+    assert len(Kept.of(options(path)).rows) == len(POINTS)
+    assert Kept.of(argparse.Namespace(**vars(options(path)) | {"seed": 1})).rows == []
     set_commit(monkeypatch, "def5678")
     assert Kept.of(options(path)).rows == []
 

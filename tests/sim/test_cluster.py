@@ -38,7 +38,7 @@ def clustered(wanted: Scenario) -> tuple[Cluster, Outcome]:
     _, source = source_of(wanted, setup.longest)
     config = wanted.cluster
     network = Network(config.network * 1e9, config.shared_tier)
-    cluster = Cluster(setup, Workload(source), config.engines, config.router, network)
+    cluster = Cluster(setup, Workload(source), config.engines, config.router, network, warm_up=wanted.source.warm_up)
     return cluster, cluster.run()
 
 
@@ -169,6 +169,29 @@ def test_what_the_warm_up_moved_is_left_out(engines: int) -> None:
     assert some["bytes_moved"]["engine to network"] == some["cluster"]["network_out_bytes"]
     for name in ("steps", "events"):
         assert 0 < some[name] < 0.9 * everything[name]
+
+
+def test_an_engine_that_is_still_warming_up_counts_for_nothing() -> None:
+    cluster, together = clustered(scenario(12, engines=3, warm_up=90))
+    outcomes = [engine.outcome for engine in cluster.engines]
+    assert [outcome.skipped < 30 for outcome in outcomes] == [False, False, True]
+    counted, warming = outcomes[:2], outcomes[2]
+    assert (warming.prefilling, warming.decoding, warming.queue_seconds, warming.ended, warming.steps) == (
+        0,
+        0,
+        0,
+        0,
+        0,
+    )
+    assert not any(warming.bytes_moved.values())
+    assert together.prefilling == sum(outcome.prefilling for outcome in counted) > 0
+    assert together.decoding == sum(outcome.decoding for outcome in counted) > 0
+
+
+def test_turns_that_are_computed_anew_are_not_saved() -> None:
+    moved = {mode: Running(scenario(5, mode=mode)).run()["bytes_moved"] for mode in ("reuse", "recompute")}
+    assert moved["reuse"]["device to host"] > 0
+    assert not any(moved["recompute"].values())
 
 
 def test_turns_that_the_warm_up_refused_are_left_out() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from afterglow.errors import ConfigError
+from afterglow.sim.scenario import source_of
+from afterglow.sim.scenario_options import Scenario, WorkloadConfig
 from afterglow.sim.workload.traces import TraceSource
 from afterglow.sim.workload.turns import TraceTurn, Workload, token_bytes
 
@@ -79,6 +81,13 @@ def test_mooncake_shares_what_its_blocks_share(tmp_path: Path) -> None:
     assert source.conversations == 3
 
 
+@pytest.mark.parametrize("first", [-7_000, 1_700_000_000_000])
+def test_mooncake_times_count_from_the_first_one(tmp_path: Path, first: int) -> None:
+    source = TraceSource(write(tmp_path / "t", [{**MOONCAKE, "timestamp": first + 1500 * n} for n in range(3)]))
+    assert [c.start for c in source] == [0.0, 1.5, 3.0]
+    assert [turn.arrival for c in source for turn in c.turns] == [0.0, 1.5, 3.0]
+
+
 def test_azure_has_arrivals_and_lengths(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_bytes(AZURE.encode())
@@ -124,11 +133,21 @@ def test_agents_that_an_agent_starts_come_in_order_of_time(tmp_path: Path) -> No
     child = {"t": 50.0, "type": "subagent", "agent_id": "x", "requests": AGENTIC["requests"], **shared}
     rows = [{**AGENTIC, "requests": [*AGENTIC["requests"], child]}, {**AGENTIC, "id": "two"}]  # type: ignore[misc]
     found = list(TraceSource(write(tmp_path / "t", rows), rate=1.0))
-    assert [c.name for c in found] == ["one", "two", "one/x"]
+    assert [c.name for c in found] == ["one (session 1)", "two (session 2)", "one (session 1)/x"]
     assert [c.start for c in found] == sorted(c.start for c in found)
     first, child_first = next(iter(found[0].turns)), next(iter(found[2].turns))
     assert found[2].start == found[0].start + 50.0 == child_first.arrival
     assert common(prompt(first), prompt(child_first)) == 200  # hashes are the trace's
+
+
+@pytest.mark.parametrize("name", ["one", None])
+def test_each_line_of_agents_is_a_session_whatever_its_id(tmp_path: Path, name: str | None) -> None:
+    child = {"t": 1.0, "type": "subagent", "requests": AGENTIC["requests"]}
+    rows = [{**AGENTIC, "id": name, "requests": [*AGENTIC["requests"], child, child]}] * 2  # type: ignore[misc]
+    found = list(TraceSource(write(tmp_path / "t", rows), rate=1.0))
+    assert len({c.name for c in found}) == 6
+    one, other = [next(iter(c.turns)) for c in found if "/" not in c.name]
+    assert common(prompt(one), prompt(other)) == 128
 
 
 def test_an_agent_that_begins_anew_has_left_its_system_prompt(tmp_path: Path) -> None:
@@ -136,6 +155,22 @@ def test_an_agent_that_begins_anew_has_left_its_system_prompt(tmp_path: Path) ->
     (conversation,) = TraceSource(write(tmp_path / "t", [{**AGENTIC, "requests": requests}]))
     first, *_, last = conversation.turns
     assert common(prompt(first), prompt(last)) == 64
+
+
+def test_the_first_conversations_come_with_all_their_parts(tmp_path: Path) -> None:
+    said = [("a", 0.0), ("b", 1.0), (None, 2.0), ("a", 3.0), ("c", 4.0), ("b", 5.0), (None, 6.0)]
+    path = write(tmp_path / "t", [{**OWN, "session": name, "time": time} for name, time in said])
+    for count, starts in ((1, [0, 3]), (2, [0, 1, 3, 5]), (3, [0, 1, 2, 3, 5]), (9, [0, 1, 2, 3, 4, 5, 6])):
+        _, source = source_of(Scenario(workload=str(path), source=WorkloadConfig(conversations=count)), 2048)
+        for _ in range(2):  # it can be read again
+            assert [c.start for c in source] == starts
+            assert source.fraction == 1.0
+
+
+def test_the_first_of_single_requests_end_the_reading(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", [MOONCAKE, MOONCAKE, "{broken"])
+    _, source = source_of(Scenario(workload=str(path), source=WorkloadConfig(conversations=2)), 2048)
+    assert len(list(source)) == 2
 
 
 def test_sessions_begin_as_often_as_asked_for(tmp_path: Path) -> None:

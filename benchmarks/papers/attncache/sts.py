@@ -176,7 +176,7 @@ def kept_rows(options: Any) -> list[dict[str, Any]]:
     if not options.resume or options.json is None or not options.json.is_file():
         return []
     before = json.loads(options.json.read_text())
-    wanted = {**settings_of(options), "seed": options.seed}
+    wanted = {**settings_of(options), "seed": options.seed, "quick": options.quick}
     if any(before.get(name) != value for name, value in wanted.items()):
         raise ConfigError(
             f"{options.json} was made with other settings than {wanted}; delete it, or leave --resume out"

@@ -17,6 +17,7 @@ import random
 import statistics
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,8 +26,11 @@ from afterglow.bench.report import COUNTED, arguments, finish, goal, show, sprea
 from afterglow.bench.timed_requests import ask, asked, words
 from afterglow.choices import ReadBuffer, ReadBufferForm
 from afterglow.engine.engine import Engine
+from afterglow.plan.step import MoveDone
 from afterglow.plan.tiers.buffers import read_buffer_layers
 from afterglow.store.extents.throttle import Throttle
+from afterglow.store.kvstore import KVStore
+from afterglow.store.moving.task import Task
 from benchmarks.common.engines import engine_of
 from benchmarks.papers.cachedattention.read_buffer import stall
 from benchmarks.peers.random_gguf import SHAPE_1B, write_random
@@ -170,20 +174,50 @@ def _computing(engine: Engine, rng: random.Random, repeats: int) -> float:
     return statistics.median(found[1:])
 
 
+class Reads:
+    """Watch a store's reads of extents, of which several go on at once: when each began and ended."""
+
+    def __init__(self, store: KVStore) -> None:
+        self.begins: list[float] = []
+        self.ends: list[float] = []
+        run, count = store._mover._run, store._counters.moved
+
+        def begin(task: Task) -> bool:
+            if task.label == "load":
+                self.begins.append(time.perf_counter())
+            return run(task)
+
+        def end(task: Task, done: MoveDone, kind: str | None) -> None:
+            if task.label == "load":
+                self.ends.append(time.perf_counter())
+            count(task, done, kind)
+
+        store._mover._run = begin  # type: ignore[method-assign]
+        store._counters.moved = end  # type: ignore[method-assign]
+
+    def take(self) -> float:
+        """Return the seconds from the first begin to the last end, and forget them."""
+        found = max(self.ends, default=0.0) - min(self.begins, default=0.0)
+        self.begins.clear()
+        self.ends.clear()
+        return found
+
+
 def _real_disk(engine: Engine, rng: random.Random, repeats: int, model: str, rows: int) -> dict[str, Any]:
     """TTFT from the disk as it is, against loading alone and computing alone, taking turns; ms."""
     found: dict[str, list[float]] = {"disk": [], "compute": [], "load": []}
+    reads = Reads(engine.parts.store)
     for _ in range(repeats + 1):
         for tier in TIERS:
             history = words(rng, engine, rows)
             asked(engine, history)
             engine.settle()
             engine.demote(tier)
-            before = engine.stats().store.disk_read_seconds
+            reads.take()
             turn = asked(engine, [*history, *words(rng, engine, NEW)])
             found["disk" if tier == "disk" else "compute"].append(turn.ttft * 1e3)
             if tier == "disk":
-                found["load"].append((engine.stats().store.disk_read_seconds - before) * 1e3)
+                found["load"].append(reads.take() * 1e3)
     kept = {name: samples[1:] for name, samples in found.items()}
     times = {name: statistics.median(samples) for name, samples in kept.items()}
     shorter, longer = sorted((times["load"], times["compute"]))

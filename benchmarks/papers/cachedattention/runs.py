@@ -37,9 +37,9 @@ PREFILL_EFFICIENCY = 0.59  # LLaMA-65B prefills 2K tokens in 360 ms (ATC §2.4)
 DECODE_EFFICIENCY = 0.55  # of the memory's bandwidth
 STEP_OVERHEAD_S = 0.002
 
-# On disk a conversation takes the room of a whole window, which is how the papers count capacity (CCpS, ATC §4.3.6). The
-# plan stores what there is instead; so it gets as much less disk as contexts are shorter than a window. These are the
-# rows that it finds a context to have, S_kv, by law and window.
+# In host and on disk a conversation takes the room of a whole window, which is how the papers count capacity (CCpS, ATC
+# §4.3.6). The plan stores what there is instead; so it gets as much less disk as contexts are shorter than a window. Where
+# there is no disk, host memory keeps its size. These are the rows that it finds a context to have, S_kv, by law and window.
 HELD = {
     ("sharegpt-atc", 4096): 2284,
     ("sharegpt-atc", 2048): 1443,
@@ -85,7 +85,7 @@ class Case:
 
     @property
     def room(self) -> float:
-        """Of the disk, the part that rows are kept in."""
+        """Of host memory and disk together, the part that rows are kept in; not where there is no disk."""
         window = model(self.model).window
         return HELD[self.law, window] / window if self.whole_windows else 1.0
 

@@ -203,9 +203,10 @@ class Bench:
                 )  # reuse is normal, as in the paper
                 return at, number, some(NEW)
 
-            each = [(at, requests + at, some(NEW)) for at in range(len(prefixes))]  # once, at least
-            warm = [*each, *(draw(n) for n in range(requests))]
-            return Work(prefixes, warm, [draw(n) for n in range(requests, 2 * requests)])
+            # Even numbers warm up, and odd ones count: so no importance is known before (see `traces`).
+            each = [(at, 2 * (requests + at), some(NEW)) for at in range(len(prefixes))]  # once, at least
+            warm = [*each, *(draw(2 * n) for n in range(requests))]
+            return Work(prefixes, warm, [draw(2 * n + 1) for n in range(requests)])
 
     def speed(self, work: Work, rng: random.Random) -> tuple[Throttle | None, float]:
         """How slow the disk is to be, and what computing a request over a prefix takes, in seconds."""

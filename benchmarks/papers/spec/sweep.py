@@ -129,7 +129,7 @@ QUICK = [Point("heads64", 2048, 200), Point("heads64", 2048), Point("heads64", 2
 
 @dataclass
 class Kept:
-    """The JSON file with the points that are done. Those of another commit, or of runs of another size, are not."""
+    """The JSON file with the points that are done. Those of another commit, seed or size of run are not."""
 
     options: argparse.Namespace
     rows: list[Row]
@@ -139,7 +139,8 @@ class Kept:
         """Read the file, if there is one."""
         path: Path | None = options.json
         found = json.loads(path.read_text()) if path is not None and path.is_file() else {}
-        same = found.get("commit") == commit() and found.get("asked_quick") == options.quick
+        wanted = {"commit": commit(), "asked_quick": options.quick, "seed": options.seed}
+        same = found.items() >= wanted.items()
         return cls(options, found["rows"] if same else [])
 
     def row(self, point: Point) -> Row | None:

@@ -61,20 +61,23 @@ def record(count: int, tokens: int, seed: int) -> list[Recorded]:
 
 
 def stretched(recorded: Recorded, request: int, layers: int, kv_heads: int, rows: int, seed: int) -> list[Tensor]:
-    """Of one request, as if its prefix had `rows` rows: float32 [kv_heads, rows] for each layer. `seed` names the prefix."""
-    which = request % len(recorded.requests)
-    sums = recorded.requests[which]
+    """Of one request, as if its prefix had `rows` rows: float32 [kv_heads, rows] for each layer. `seed` names the prefix.
+
+    Requests of even numbers take the even recordings, in turn, and those of odd numbers the odd ones.
+    """
+    half = recorded.requests[request % 2 :: 2]
+    sums = half[request // 2 % len(half)]
     source = torch.arange(rows) * sums.shape[2] // rows
     heads = torch.arange(kv_heads) % sums.shape[1]
 
     def noise(sigma: float, *shape: int, of: int) -> Tensor:
-        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed * 100_003 + of)).mul_(sigma)
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed * 10_000_019 + of)).mul_(sigma)
 
     row, in_layer, in_head, in_request = SIGMAS
     found = []
     for layer in range(layers):
         factor = noise(row, rows, of=0) + noise(in_layer, rows, of=1 + layer)
-        factor = factor + noise(in_request, rows, of=1000 * (1 + which) + layer)
+        factor = factor + noise(in_request, rows, of=1000 * (1 + request) + layer)
         factor = factor + noise(in_head, sums.shape[1], rows, of=500 + layer)
         found.append((sums[layer * sums.shape[0] // layers][:, source] * factor.exp_())[heads])
     return found

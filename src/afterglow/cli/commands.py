@@ -214,7 +214,7 @@ def simulate(
     if options.prefix:
         raise ConfigError("--prefix belongs to --operator")
     scenario = Scenario(workload=options.workload, source=source, engine=engine, tiers=tiers, cluster=cluster)
-    return run(scenario, list(options.sweep), report)
+    return run(scenario, list(options.sweep), report, given.typed)
 
 
 @command(app, "plan")
@@ -225,6 +225,7 @@ def plan(
     source: WorkloadConfig,
     engine: EngineModel,
     cluster: ClusterConfig,
+    given: Given,
 ) -> int:
     """Find the cheapest host memory, disk and number of devices that meet a goal for a workload, and say why.
 
@@ -233,8 +234,10 @@ def plan(
     """
     from afterglow.cli.plan import plan as run
     from afterglow.cli.plan import plan_fleet
+    from afterglow.sim.scenario import check_useful
 
     scenario = Scenario(workload=workload, source=source, engine=engine, tiers=TierConfig(), cluster=cluster)
+    check_useful([scenario], given.typed)
     if cluster.engines > 1:
         return plan_fleet(scenario, goal, report)
     if cluster.shared_tier:

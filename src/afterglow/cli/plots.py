@@ -50,10 +50,8 @@ def draw_run(folder: Path, outcome: Outcome | None) -> list[Path]:
     if outcome is None or not outcome.turns:
         return []
     figure, axes = _blank("time to first token (s)", "share of turns")
-    every = max(1, len(outcome.ttft) // MOST_POINTS)
     for values, label in ((outcome.ttft, "from arrival"), (_service(outcome), "from admission")):
-        ordered = sorted(values)[::every]
-        axes.plot(ordered, [(i + 1) / len(ordered) for i in range(len(ordered))], label=label)
+        axes.plot(*distribution(values), label=label)
     _logarithmic(axes)
     axes.legend()
     paths = [_save(figure, folder / "ttft.svg")]
@@ -143,6 +141,14 @@ def _logarithmic(axes: Any) -> None:
     axes.xaxis.set_major_locator(LogLocator(subs=steps, numticks=20))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def distribution(values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return some of the values in order, the largest among them, and which part of all is no larger than each."""
+    last = len(values) - 1
+    places = [*range(0, last, max(1, len(values) // MOST_POINTS)), last]
+    ordered = sorted(values)
+    return [ordered[place] for place in places], [(place + 1) / len(ordered) for place in places]
 
 
 def _service(outcome: Outcome) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from afterglow.config import format_size
 from afterglow.errors import ConfigError
 from afterglow.sim.machine.catalogue import hardware, model
 from afterglow.sim.operators.operator_tables import OperatorOptions, run
-from afterglow.sim.scenario import GB, Running, setup_of
+from afterglow.sim.scenario import GB, Running, check_useful, setup_of
 from afterglow.sim.scenario_options import EngineModel, Scenario, TierConfig, flag
 from afterglow.sim.sweep import Point, checked, points
 
@@ -25,19 +25,22 @@ INTERRUPTED = 130
 PARTS = 1000  # of a simulation, for the progress bar
 
 
-def simulate(scenario: Scenario, sweeps: list[str], report: ReportOptions) -> int:
-    """Simulate a scenario, or each point of the sweeps, and return the exit code. Raises: ConfigError, ModelError."""
+def simulate(scenario: Scenario, sweeps: list[str], report: ReportOptions, typed: Collection[str] = ()) -> int:
+    """Simulate a scenario, or each point of the sweeps, and return the exit code. `typed`: options of the command line,
+    which have to be of use. Raises: ConfigError, ModelError."""
     json, plot = report.json, report.plot
     fig.check_writable(json)
     if plot is not None:
         check_plots(plot)
     all_points = points(sweeps)
     scenarios = checked(scenario, all_points)
+    check_useful(scenarios, {*typed, *all_points[0].values})
     for each in scenarios:  # an option that cannot be is said before the first one is simulated
         setup_of(each)
     done: list[tuple[Point, dict[str, Any]]] = []
     running: Running | None = None
     stopped = False
+    failed: ConfigError | None = None
     try:
         with progress() as bar:
             for i, (point, each) in enumerate(zip(all_points, scenarios, strict=True)):
@@ -47,6 +50,13 @@ def simulate(scenario: Scenario, sweeps: list[str], report: ReportOptions) -> in
         stopped = True
         if running is not None and not running.complete:
             done.append((all_points[len(done)], running.figures()))
+    except ConfigError as error:
+        if not sweeps:
+            raise
+        written = all_points[len(done)].written.items()
+        failed = ConfigError(f"at {', '.join(f'{flag(name)} {value}' for name, value in written)}: {error}")
+        if not done:
+            raise failed from None
     _show(scenario, done, bool(sweeps), quiet=json == "-")
     if stopped:
         part = done[-1][1]["fraction"] if done else 0.0
@@ -60,6 +70,8 @@ def simulate(scenario: Scenario, sweeps: list[str], report: ReportOptions) -> in
     if plot is not None and done:
         paths = draw_sweep(plot, done) if sweeps else draw_run(plot, running.outcome if running is not None else None)
         print("drawn: " + ", ".join(map(str, paths)), file=sys.stderr)
+    if failed is not None:
+        raise failed
     return INTERRUPTED if stopped else 0
 
 

@@ -20,7 +20,8 @@ def seconds(value: float) -> str:
     """Write a duration: `0.0357` -> `35.7 ms`."""
     if value < 1e-6:
         return "0 s"
-    if value < 1:
+    # What would be rounded to 1,000 ms is a second.
+    if value < 0.9995:
         return f"{value * 1e3:.3g} ms"
     if value < 120:
         return f"{value:.3g} s"
@@ -78,6 +79,10 @@ def overview(figures: Figures) -> list[tuple[str, str]]:
     ]
     if f["cut_turns"] or f["refused"]:
         rows.insert(1, ("window", cut_by_window(f)))
+    if f["shortened_turns"]:
+        most = f"{number(f['window'] // 2)} tokens, half of the window"
+        text = f"{number(f['shortened_turns'])} turns: their questions or replies end at {most} (--window N changes it)"
+        rows.insert(1, ("shortened", text))
     if "cluster" in f:
         rows.append(("engines", _cluster(f["cluster"])))
     if "bad_lines" in f:
@@ -147,9 +152,13 @@ def options_of(scenario: Scenario) -> dict[str, Any]:
 
 
 def check_writable(path: str | None) -> None:
-    """Check the folder of a JSON file before hours are spent. Raises: ConfigError."""
-    if path not in (None, "-") and not Path(str(path)).parent.is_dir():
-        raise ConfigError(f"--json {path}: there is no folder {Path(str(path)).parent}")
+    """Check the place of a JSON file before hours are spent. Raises: ConfigError."""
+    if path is None or path == "-":
+        return
+    if Path(path).is_dir():
+        raise ConfigError(f"--json {path} is a folder; give the name of a file in it")
+    if not Path(path).parent.is_dir():
+        raise ConfigError(f"--json {path}: there is no folder {Path(path).parent}")
 
 
 def write_json(path: str, value: object) -> None:

@@ -176,13 +176,14 @@ class Executor:
     def _decode(self, step: Step, now: float, until: float) -> tuple[float, StepResult]:
         """So many steps that the last one begins before `until`."""
         runs = step.runs
-        jobs = len(runs)
         times, total = self._repeats(step, now, until)
         saved, replies = self._saved, self._replies
         drawn = {}
+        saving = 0
         for run in runs:
             job = run.job
             if run.saves:
+                saving += 1
                 save = run.saves[0]
                 entry = saved.get(job)
                 if entry is not None and entry[0] == save.draft:
@@ -192,7 +193,7 @@ class Executor:
                     saved[job] = [save.draft, save.draft_row, times]
             if run.sample:
                 drawn[job] = replies[job].draw(times)
-        self.host_in.bytes += times * jobs * self.machine.row_bytes
+        self.host_in.bytes += times * saving * self.machine.row_bytes
         self.decoding += total
         self._began = now
         return now + total, StepResult({}, {}, times, drawn)

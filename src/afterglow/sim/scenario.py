@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,13 +16,15 @@ from afterglow.sim.machine.catalogue import RESERVE, Hardware, hardware, model
 from afterglow.sim.machine.shape import ModelShape
 from afterglow.sim.machine.timing import Calibration
 from afterglow.sim.nearest import unknown
-from afterglow.sim.scenario_options import Scenario
+from afterglow.sim.scenario_options import Scenario, flag
 from afterglow.sim.simulator import Outcome, Simulation, summary
 from afterglow.sim.workload.sharegpt import PRESETS, ShareGPT, ThinkTime, preset
 from afterglow.sim.workload.traces import TraceSource
 from afterglow.sim.workload.turns import Conversation, Workload
 
 GB = 10**9
+# Formats of traces whose sessions begin when --rate says.
+WITHOUT_TIMES = {"agentic"}
 PRESET_RATE, TRACE_RATE = 1.0, 0.1  # conversations per second, where nothing says it
 
 
@@ -37,20 +38,29 @@ class TurnSource(Protocol):
 
 
 class _First:
-    """The first conversations of a source."""
+    """The first conversations of a trace, each with all its parts; where they may go on, the trace is read to its end."""
 
     def __init__(self, source: TraceSource, count: int) -> None:
         self._source, self._count, self._given = source, count, 0
+        self._go_on: set[str] = set()
 
     @property
     def fraction(self) -> float:
-        return self._given / self._count
+        return self._source.fraction if self._go_on else self._given / self._count
 
     def __iter__(self) -> Iterator[Conversation]:
         self._given = 0
-        for conversation in islice(self._source, self._count):
-            self._given += 1
+        self._go_on.clear()
+        for conversation in self._source:
+            if conversation.name not in self._go_on:
+                if self._given == self._count:
+                    continue
+                self._given += 1
+                if conversation.goes_on:
+                    self._go_on.add(conversation.name)
             yield conversation
+            if self._given == self._count and not self._go_on:
+                return
 
 
 class Running:
@@ -86,12 +96,13 @@ class Running:
         self.outcome = outcome = self._engines.finish()
         if self.complete and not outcome.turns:
             raise ConfigError(
-                f"nothing to count: the warm-up took {outcome.skipped} turns, {outcome.refused} were refused "
-                "(too long for the window), and there were no others"
+                f"nothing to count: the warm-up took {outcome.skipped} turns, {self.workload.taken - outcome.skipped} "
+                "were refused (too long for the window), and there were no others"
             )
         found = summary(outcome)
         found["history_tokens"] = sum(outcome.history)
         found["window"] = self.setup.longest
+        found["shortened_turns"] = self.source.shortened if isinstance(self.source, ShareGPT) else 0
         found["cost"] = self._cost(outcome)
         if isinstance(self._engines, Cluster):
             found["cluster"] = self._engines.figures()
@@ -175,6 +186,35 @@ def fewest_devices(shape: ModelShape, device: Hardware, window: int, dtype: str)
     return ceil((needed + 1) / (device.memory_bytes * (1 - RESERVE)))
 
 
+def check_useful(scenarios: Sequence[Scenario], names: Iterable[str]) -> None:
+    """Check that each of these options changes one of the scenarios at least. Raises: ConfigError."""
+    reasons = [_useless(scenario) for scenario in scenarios]
+    for name in sorted(names):
+        if all(name in each for each in reasons):
+            raise ConfigError(f"{flag(name)} does nothing {reasons[0][name]}")
+
+
+def _useless(scenario: Scenario) -> dict[str, str]:
+    """Map options that do nothing in a scenario to the reason. Raises: ConfigError."""
+    found: dict[str, str] = {}
+    if scenario.engine.calibration is not None:
+        speeds = "beside --calibration, which brings the speeds that were measured; leave one of the two out"
+        found |= {"disk_bandwidth": speeds, "host_link": speeds}
+        found["max_devices"] = "beside --calibration, whose times are those of one machine; leave one of the two out"
+    if not scenario.cluster.shared_tier:
+        found["network"] = "without --shared-tier, which is what engines reach over it"
+    if scenario.cluster.engines == 1:
+        found["router"] = "with one engine; --engines N simulates several"
+    if scenario.workload in PRESETS:
+        return found | dict.fromkeys(("format", "skip_bad", "pace"), "with a preset; it is for trace files")
+    found["think"] = "with a trace, which has its users' own times"
+    trace, _ = source_of(scenario, 1)
+    if trace is not None and trace.format not in WITHOUT_TIMES:
+        timed = "with a trace that has the times of its requests"
+        found |= {"rate": timed} if scenario.cluster.engines > 1 else {"rate": timed, "seed": timed}
+    return found
+
+
 def source_of(scenario: Scenario, window: int) -> tuple[TraceSource | None, TurnSource]:
     """Open the conversations of a trace file or a preset, and the trace if it is one. Raises: ConfigError."""
     wanted, name = scenario.source, scenario.workload
@@ -186,6 +226,8 @@ def source_of(scenario: Scenario, window: int) -> tuple[TraceSource | None, Turn
         )
         return trace, trace if wanted.conversations is None else _First(trace, wanted.conversations)
     law = preset(name)
+    if window < 2:
+        raise ConfigError(f"--window must be 2 or more for a preset, got {window}")
     return None, ShareGPT(
         law,
         conversations=wanted.conversations,

@@ -222,10 +222,7 @@ class Simulation:
         if outcome.skipped < self._warm_up:
             outcome.skipped += 1
             if outcome.skipped == self._warm_up:
-                self._marks = (self.now, self.executor.prefilling, self.executor.decoding, self.executor.stalled)
-                self._bytes_before = self._carried()
-                outcome.queue_seconds = 0.0
-                outcome.refused = outcome.events = outcome.steps = 0
+                self._count_from_here()
             return
         turn = live.arrival.turn
         device, host, disk = live.cached
@@ -246,9 +243,19 @@ class Simulation:
         outcome.disk.append(disk)
         outcome.prompts.append(live.prompt)
 
+    def _count_from_here(self) -> None:
+        """The warm-up has ended: nothing before counts."""
+        outcome, executor = self.outcome, self.executor
+        self._marks = (self.now, executor.prefilling, executor.decoding, executor.stalled)
+        self._bytes_before = self._carried()
+        outcome.queue_seconds = 0.0
+        outcome.refused = outcome.events = outcome.steps = 0
+
     def finish(self) -> Outcome:
         """The outcome so far."""
         outcome, executor = self.outcome, self.executor
+        if outcome.skipped < self._warm_up:
+            self._count_from_here()
         stats = self.scheduler.stats()
         since, prefilling, decoding, stalled = self._marks
         outcome.ended = self.now - since

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from afterglow.errors import ConfigError
@@ -35,9 +36,21 @@ def points(sweeps: list[str]) -> list[Point]:
 
 
 def checked(scenario: Scenario, all_points: list[Point]) -> list[Scenario]:
-    """Check all scenarios before the first one is simulated: where prices are known, their costs must be comparable. Raises:
-    ConfigError."""
-    return comparable([scenario.with_values(**point.values) for point in all_points])
+    """Check all scenarios before the first one is simulated: where prices are known, their costs must be comparable, and
+    measured times are those of one machine. Raises: ConfigError."""
+    found = [scenario.with_values(**point.values) for point in all_points]
+    machines: dict[Path, Scenario] = {}
+    for each in found:
+        if (file := each.engine.calibration) is None:
+            continue
+        machine = machines.setdefault(file, each)
+        for name in ("hardware", "devices"):
+            if each.value(name) != machine.value(name):
+                raise ConfigError(
+                    f"--sweep {name}: all times come from --calibration {file}, whatever the {name}; leave --calibration "
+                    f"out, or sweep files together with it: calibration,{name}=FILE:{machine.value(name)},..."
+                )
+    return comparable(found)
 
 
 def _axis(text: str) -> list[Point]:

@@ -77,7 +77,9 @@ class Search:
         """Find the cheapest engine. `progress` is told how far the simulation under way is, 0 to 1. Raises: ConfigError, where the
         goal cannot be met; the message says how close it comes."""
         self._progress = progress
-        for count in device_counts(self._least, self.goal.max_devices):
+        # Measured times are those of one machine: more devices would only cost more.
+        most = self.goal.max_devices if self.scenario.engine.calibration is None else self._least
+        for count in device_counts(self._least, most):
             if self.best is not None and count * self._rates.device_hour(self._device.name) >= self.best.hourly.total:
                 break
             self._with_devices(count)

@@ -158,6 +158,7 @@ class ShareGPT:
         self.max_prompt = law.max_prompt if max_prompt is None else max_prompt
         self.max_reply = law.max_reply if max_reply is None else max_reply
         self.begun = 0
+        self.shortened = 0  # turns that `max_prompt` or `max_reply` has cut
         if not 0 < rate < 1e9:
             raise ConfigError(f"the rate must be a positive number of conversations per second, got {rate}")
         wanted = {"conversations": self.conversations, "max_prompt": self.max_prompt, "max_reply": self.max_reply}
@@ -175,6 +176,7 @@ class ShareGPT:
     def __iter__(self) -> Iterator[Conversation]:
         arrivals = Random(f"{self.seed} {self.law.name} arrivals")
         now = 0.0
+        self.shortened = 0
         for number in range(self.conversations):
             now += arrivals.expovariate(self.rate)
             self.begun = number + 1
@@ -188,6 +190,7 @@ class ShareGPT:
         said = 0  # tokens of the conversation so far
         ends = [self.system_tokens]
         for index, (question, reply) in enumerate(self.law.lengths(rng)):
+            self.shortened += question > self.max_prompt or reply > self.max_reply
             question, reply = min(question, self.max_prompt), min(reply, self.max_reply)
             think = self.think.draw(rng) if index else 0.0
             yield TraceTurn(

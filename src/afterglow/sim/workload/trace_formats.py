@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import count
 from random import Random
 from typing import Any, Protocol, TypeVar
 
@@ -186,6 +187,7 @@ class MooncakeReader:
 
     def __init__(self, settings: TraceSettings) -> None:
         self.complete_until = -math.inf
+        self._zero: float | None = None
         self._count = 0
 
     def read(self, line: str) -> list[Conversation]:
@@ -197,6 +199,8 @@ class MooncakeReader:
             raise BadLine(
                 f"{len(blocks)} hash_ids are for {len(blocks) * MOONCAKE_BLOCK} tokens, the input has {prompt}"
             )
+        self._zero = time if self._zero is None else self._zero
+        time -= self._zero
         self._count += 1
         name = f"request {self._count}"
         context = numbered("blocks", blocks, MOONCAKE_BLOCK)
@@ -216,7 +220,7 @@ class MooncakeReader:
 
 
 class AgenticReader:
-    """One session per line. Sessions have no times in the trace: they begin as a Poisson process.
+    """One session per line, whatever its id. Sessions have no times in the trace: they begin as a Poisson process.
 
     Hashes are a session's own. What precedes everything, tools and system prompt, is taken to be shared by the sessions in
     which it is as long. A reply is found at its place in the next request.
@@ -226,18 +230,18 @@ class AgenticReader:
         self.complete_until = -math.inf
         self._rate = settings.rate
         self._rng = Random(f"{settings.seed} agentic arrivals")
-        self._next = 0.0
+        self._numbers = count(1)
 
     def read(self, line: str) -> list[Conversation]:
         row = json_object(line)
         if row.get("block_size") != BLOCK_ROWS:
             raise BadLine(f"block_size must be {BLOCK_ROWS}, not {shown(row.get('block_size'))}")
-        start = self._next + self._rng.expovariate(self._rate)
-        name = str(row.get("id"))
+        start = max(0.0, self.complete_until) + self._rng.expovariate(self._rate)
+        name = f"{row.get('id')} (session {next(self._numbers)})"
         found = list(_agents(name, name, start, row))
         if not found:
             raise BadLine("it has no requests")
-        self._next = self.complete_until = start
+        self.complete_until = start
         return found
 
 
@@ -279,12 +283,12 @@ def _agents(trace: str, name: str, start: float, row: Mapping[str, Any]) -> Iter
     if not isinstance(requests, list):
         raise BadLine(f"requests must be a list, not {shown(requests)}")
     asked: list[_Asked] = []
-    for request in requests:
+    for number, request in enumerate(requests):
         if not isinstance(request, dict):
             raise BadLine(f"a request must be an object, not {shown(request)}")
         time = real(request, "t")
         if request.get("type") == "subagent":
-            yield from _agents(trace, f"{name}/{request.get('agent_id')}", start + time, request)
+            yield from _agents(trace, f"{name}/{request.get('agent_id') or number}", start + time, request)
         else:
             asked.append(_asked(request, time, asked[-1] if asked else None))
     if asked:

@@ -18,9 +18,11 @@ from afterglow.engine.kv_events.publisher import END, encode
 from afterglow.errors import ConfigError
 from afterglow.library.locate import BUNDLED, find_model
 from afterglow.plan.cache import Cache
+from afterglow.plan.prefix.salts import approximate, kind_of
+from afterglow.plan.prefix.shared_prefixes import OPERATOR
 from afterglow.request import Request, SamplingParams
 from tests.plan.lasting_kit import Lasting
-from tests.plan.prefix_kit import Prompting, prompted
+from tests.plan.prefix_kit import PROMPTS, Prompting, prompted
 from tests.plan.server_kit import words
 from tests.plan.test_merging import Real
 from tests.waiting import wait_for
@@ -91,13 +93,20 @@ class Subscriber:
 
 
 def truth(cache: Cache, salts: dict[str, str]) -> View:
-    """Ask the index and the device for every path. `salts`: as they are published."""
+    """Ask the index and the device for every beginning of every path. `salts`: as they are published."""
+    paths = {(each.salt, cache.index.before(each) + each.tokens) for each in cache.index.extents.values()}
+    paths = {(salt, path) for salt, path in paths if kind_of(salt) == "exact" and salt != OPERATOR}
+    paths |= {("", each.tokens) for each in cache.index.prefixes.of("")}
+    return {found for salt, path in paths for found in matched(cache, salts, salt, path)}
+
+
+def matched(cache: Cache, salts: dict[str, str], salt: str, path: bytes) -> View:
+    """List what prompts under a salt match of a path, if they are parts of it, or all of it."""
     found: View = set()
-    for extent in cache.index.extents.values():
-        path = cache.index.before(extent) + extent.tokens
-        match = cache.match(extent.salt, path)
-        assert match.rows == len(path) // 4
-        _, on_device = cache.device.best(path, match)
+    stops = {*range(BLOCK_ROWS, len(path) // 4, BLOCK_ROWS), len(path) // 4}
+    for stop in stops:
+        match = cache.match(salt, path[: 4 * stop])
+        _, on_device = cache.device.best(path[: 4 * stop], match)
         holders = [view.extent for view in match.views for _ in range(view.start, view.stop)]
         for end in range(BLOCK_ROWS, match.rows + 1, BLOCK_ROWS):
             rows = holders[end - BLOCK_ROWS : end]
@@ -194,6 +203,77 @@ def test_blocks_behind_a_registered_prefix_are_their_tenants(monkeypatch: pytest
     assert ("", shared) in blocks
     assert {salt for salt, path in blocks if path != shared} == {"", watched.salts["a"], watched.salts["b"]}
     assert len({"", watched.salts["a"], watched.salts["b"]}) == 3
+
+
+def test_blocks_of_two_extents_are_removed_with_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator registers the beginning of a conversation without a salt; the conversation's rows go later."""
+    with prompted(monkeypatch):
+        server = RealPrompting(host_slots=100, device_rows=2048, disk_bytes=400_000, write_policy="write_through")
+        watched = Watched(server)
+        prompt = words(128, 1000)
+        long = [*prompt, *words(90, 5000)]
+        server.ask(long, 5)
+        watched.compare()
+        before = set(watched.subscriber.held)
+        server.register(prompt)
+        server.finish()
+        watched.compare()
+        # the last block lies behind the prefix, where no prompt matches the old rows
+        assert len({name for _, name in before} - {name for _, name in watched.subscriber.held}) == 1
+        server.ask(long, 5)
+        server.finish()
+        watched.compare()
+        cache = server.scheduler.cache
+        (old,) = (each for each in cache.index.extents.values() if each.salt == "" and not each.first_row)
+        server.scheduler.drop_contexts()
+        watched.compare()
+        assert len({name for _, name in watched.subscriber.held}) == 3
+        cache.placement.forget(old, "evicted")
+        server.finish()
+        watched.compare()
+        assert len({name for _, name in watched.subscriber.held}) == 3
+        assert old.id not in cache.index.extents
+
+
+@pytest.mark.parametrize("salt", ["", "a"])
+def test_blocks_that_no_prompt_matches_are_not_published(monkeypatch: pytest.MonkeyPatch, salt: str) -> None:
+    with prompted(monkeypatch):
+        server = RealPrompting(host_slots=100, device_rows=2048, disk_bytes=400_000, write_policy="write_through")
+        watched = Watched(server)
+        prompt = words(128, 1000)
+        server.register(prompt)
+        server.ask([*prompt, *words(90, 5000)], 5, salt=salt)
+        server.finish()
+        watched.compare()
+        assert len(watched.subscriber.view) == 3 * 3
+        # one that has rows of the first one, and others
+        server.register([*prompt[:100], *words(50, 7000)], name="other")
+        server.finish()
+        server.scheduler.drop_contexts()
+        watched.compare()
+        server.scheduler.forget_prefix(OPERATOR, "prompt")
+        PROMPTS.remove(prompt)
+        watched.compare()
+        assert len({name for _, name in watched.subscriber.held}) == 2
+        server.scheduler.forget_prefix(OPERATOR, "other")
+        watched.compare()
+        assert not watched.subscriber.held
+
+
+def test_approximate_rows_are_not_published_after_a_restart() -> None:
+    server = LongLasting(host_slots=100, device_rows=2048, disk_bytes=400_000, write_policy="write_through")
+    watched = Watched(server)
+    prompt = words(128, 1000)
+    server.ask(prompt, 1)
+    server.finish()
+    server.ask([*prompt, *words(150, 5000)], 5, salt=approximate(""))
+    server.finish()
+    watched.compare()
+    assert len({name for _, name in watched.subscriber.held}) == 2
+    server.restart(after=1.0)
+    watched.watch()
+    watched.compare()
+    assert len({name for _, name in watched.subscriber.held}) == 2
 
 
 def test_tokens_and_salts_are_published_on_demand_only() -> None:

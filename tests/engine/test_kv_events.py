@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
 import random
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -428,7 +431,8 @@ def test_a_full_queue_leaves_a_gap_and_then_the_whole_index(
         return apply(self, changes)
 
     monkeypatch.setattr(Blocks, "apply", slow)
-    events = publisher.KVEvents(server.scheduler.cache, config, "m")
+    woken = threading.Event()
+    events = publisher.KVEvents(server.scheduler.cache, config, "m", woken.set)
     listener = Listener(*addresses)
     try:
         for first in range(100, 1000, 100):
@@ -438,7 +442,8 @@ def test_a_full_queue_leaves_a_gap_and_then_the_whole_index(
         expected = truth(server.scheduler.cache, {"": ""})
 
         def caught_up() -> bool:
-            events.publish()
+            if woken.is_set():  # an engine that is idle hears that there is room
+                events.publish()
             listener.ask_again(0)
             return listener.view == expected
 
@@ -451,16 +456,111 @@ def test_a_full_queue_leaves_a_gap_and_then_the_whole_index(
         events.close()
 
 
+def test_changes_that_could_not_be_sent_leave_a_gap_and_then_the_whole_index(
+    addresses: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = LongLasting()
+    config = EngineConfig(kv_events=addresses[0], kv_events_replay=addresses[1], kv_events_tokens=True)
+    events = publisher.KVEvents(server.scheduler.cache, config, "m", lambda: None)
+    listener = Listener(*addresses)
+    failing = iter([True, True])
+
+    def encoded(*what: Any) -> bytes:
+        if next(failing, False):
+            raise MemoryError
+        return encode(*what)
+
+    try:
+        events.publish()
+        wait_for(lambda: listener.ask_again(0) == [0])
+        monkeypatch.setattr(publisher, "encode", encoded)
+        server.ask(words(90, 100))
+        events.publish()
+        wait_for(lambda: events.counters.dropped == 1)
+        server.ask(words(90, 200))
+        events.publish()  # the whole index, which cannot be sent either
+        wait_for(lambda: events.counters.dropped == 2)
+        server.ask(words(90, 300))
+        events.publish()
+        wait_for(lambda: max(listener.ask_again(0)) > 0)
+        assert sorted(listener.seen) == [0, 3], "the numbers show what was left out"
+        server.ask(words(90, 400))
+        events.publish()
+        expected = truth(server.scheduler.cache, {"": ""})
+        wait_for(lambda: listener.ask_again(0)[-1] == 4 and listener.view == expected)
+        assert events.counters.dropped == 2
+    finally:
+        listener.close()
+        events.close()
+
+
+def test_a_replay_that_fails_leaves_no_gap(addresses: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    server = LongLasting()
+    config = EngineConfig(kv_events=addresses[0], kv_events_replay=addresses[1], kv_events_tokens=True)
+    events = publisher.KVEvents(server.scheduler.cache, config, "m", lambda: None)
+    listener = Listener(*addresses)
+    asked = threading.Event()
+
+    def failing(number: int) -> bytes:
+        asked.set()
+        raise MemoryError
+
+    try:
+        events.publish()
+        wait_for(lambda: listener.ask_again(0) == [0])
+        with monkeypatch.context() as patch:
+            patch.setattr(publisher, "number_frame", failing)
+            listener.replays.send_multipart((b"", bytes(8)))
+            assert asked.wait(10)
+        server.ask(words(90, 100))
+        events.publish()
+        wait_for(lambda: len(listener.ask_again(0)) == 2)
+        assert sorted(listener.seen) == [0, 1]
+    finally:
+        listener.close()
+        events.close()
+
+
+def test_an_engine_that_outlives_its_publisher_writes_to_no_other_file(
+    addresses: tuple[str, str], tmp_path: Path
+) -> None:
+    server = LongLasting()
+    events = publisher.KVEvents(server.scheduler.cache, EngineConfig(kv_events=addresses[0]), "m", lambda: None)
+    events.publish()
+    events.close()
+    with contextlib.ExitStack() as files:  # they take the numbers of what was closed
+        opened = [files.enter_context((tmp_path / str(number)).open("wb")) for number in range(20)]
+        server.ask(words(90, 100))
+        events.publish()
+        assert [Path(file.name).stat().st_size for file in opened] == [0] * 20
+
+
+def test_addresses_of_ipv6_and_systems_without_pipe2(monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.suppress(AttributeError):
+        monkeypatch.delattr(os, "pipe2")
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("no IPv6 here")
+    config = EngineConfig(kv_events="tcp://[::1]:*")
+    events = publisher.KVEvents(LongLasting().scheduler.cache, config, "m", lambda: None)
+    try:
+        assert events.address.startswith("tcp://[::1]:")
+    finally:
+        events.close()
+
+
 def test_mistakes_are_named(addresses: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"--kv-events is an address such as tcp://127.0.0.1:5557 .*, got '5557'"):
         EngineConfig(kv_events="5557")
     with pytest.raises(ConfigError, match="--kv-events-tokens does nothing without --kv-events"):
         EngineConfig(kv_events_tokens=True)
     cache = LongLasting().scheduler.cache
-    first = publisher.KVEvents(cache, EngineConfig(kv_events="tcp://127.0.0.1:*"), "m")
+    first = publisher.KVEvents(cache, EngineConfig(kv_events="tcp://127.0.0.1:*"), "m", lambda: None)
     taken = first.address
     with pytest.raises(ConfigError, match=r"--kv-events tcp://127\.0\.0\.1:\d+ cannot be bound: .*; choose another"):
-        publisher.KVEvents(cache, EngineConfig(kv_events=taken), "m")
+        publisher.KVEvents(cache, EngineConfig(kv_events=taken), "m", lambda: None)
     first.close()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs the module zmq: pip install 'afterglow-llm\[cluster\]'"):

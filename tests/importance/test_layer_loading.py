@@ -154,6 +154,8 @@ def test_bytes_are_counted_and_their_buffers_let_go(tmp_path: Path) -> None:
         prefix = opened(scene)
         for layer in range(3):
             scene.check(prefix, layer)
+            done = range(layer + 1)
+            assert not any(prefix.reads.asked(before, kv) for before in done for kv in (KEYS, VALUES, PROBES))
         prefix.close()
         for row in range(0, FIRST, 64):
             waited(prefix.more(0, VALUES, torch.tensor([row])), 20)

@@ -168,8 +168,9 @@ class ChunkReads:
             yield reading
             self.away += time.perf_counter() - began
         if not reading.wait(0):
-            lost = reading.lost or extent
-            if not reading.stale:
+            lost, reader = reading.lost or extent, self._loader.reader
+            # An error may pass, and what is known of the rows is wanted then.
+            if not reading.stale and (reader is None or not reader.has(lost)):
                 self._loader.forget(lost)
             raise RowsLost(lost, reading.stale)
 

@@ -263,6 +263,37 @@ def test_blocks_that_no_prompt_matches_are_not_published(monkeypatch: pytest.Mon
         assert not watched.subscriber.held
 
 
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(10, 30))])
+def test_a_subscriber_knows_the_index_whatever_is_registered(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Prefixes come and go that are parts of each other, and of what three tenants ask."""
+    rng, base = random.Random(seed), words(400, 1000)
+    with prompted(monkeypatch):
+        server = RealPrompting(host_slots=60, device_rows=2048, disk_bytes=100_000, write_policy="write_through")
+        watched = Watched(server)
+        registered: dict[str, list[int]] = {}
+        for number in range(25):
+            what = rng.random()
+            if what < 0.25:
+                registered[str(number)] = [*base[: rng.randint(1, 200)], *rng.choice([[], words(60, 9000 + number)])]
+                server.register(registered[str(number)], name=str(number))
+            elif what < 0.35 and registered:
+                name = rng.choice(list(registered))
+                server.scheduler.forget_prefix(OPERATOR, name)
+                if (forgotten := registered.pop(name)) not in registered.values():
+                    PROMPTS.remove(forgotten)
+                    server.ends.clear()
+            elif what < 0.4:
+                server.scheduler.reset(server.now, rng.choice(["", "a"]))
+            else:
+                prompt = [*base[: rng.randint(1, 300)], *rng.choices(range(50), k=rng.randint(1, 150))]
+                server.ask(prompt, rng.randint(1, 20), salt=rng.choice(["", "a", "b"]))
+            server.finish()
+            # what contexts of tenants have of a registered prefix is not said
+            server.scheduler.drop_contexts()
+            watched.compare()
+    assert watched.compared > 200
+
+
 def test_approximate_rows_are_not_published_after_a_restart() -> None:
     server = LongLasting(host_slots=100, device_rows=2048, disk_bytes=400_000, write_policy="write_through")
     watched = Watched(server)

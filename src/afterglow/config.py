@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -370,9 +370,9 @@ class EngineConfig:
         for name in ("importance", "importance_mass"):
             if (share := getattr(self, name)) is not None and not 0 < share <= 1:
                 raise ConfigError(f"--{name.replace('_', '-')} is a share, more than 0 and at most 1, got {share}")
-        for name, unused in (("importance_mass", 1), ("importance_chunk", BLOCK_ROWS), ("importance_rest", "forget")):
-            if self.importance is None and getattr(self, name) != unused:
-                raise ConfigError(f"--{name.replace('_', '-')} does nothing without --importance: give that too")
+        for each in fields(self) if self.importance is None else ():
+            if each.name.startswith(("importance_", "reorder_")) and getattr(self, each.name) != each.default:
+                raise ConfigError(f"--{each.name.replace('_', '-')} does nothing without --importance: give that too")
         if self.importance is not None and not self.cache.reuse:
             raise ConfigError(
                 "--importance is about cached prefixes, and --no-reuse switches the cache off: use one or the other"

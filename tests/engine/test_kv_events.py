@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
 import random
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,11 @@ from afterglow.engine.kv_events.publisher import END, encode
 from afterglow.errors import ConfigError
 from afterglow.library.locate import BUNDLED, find_model
 from afterglow.plan.cache import Cache
+from afterglow.plan.prefix.salts import approximate, kind_of
+from afterglow.plan.prefix.shared_prefixes import OPERATOR
 from afterglow.request import Request, SamplingParams
 from tests.plan.lasting_kit import Lasting
-from tests.plan.prefix_kit import Prompting, prompted
+from tests.plan.prefix_kit import PROMPTS, Prompting, prompted
 from tests.plan.server_kit import words
 from tests.plan.test_merging import Real
 from tests.waiting import wait_for
@@ -91,13 +96,20 @@ class Subscriber:
 
 
 def truth(cache: Cache, salts: dict[str, str]) -> View:
-    """Ask the index and the device for every path. `salts`: as they are published."""
+    """Ask the index and the device for every beginning of every path. `salts`: as they are published."""
+    paths = {(each.salt, cache.index.before(each) + each.tokens) for each in cache.index.extents.values()}
+    paths = {(salt, path) for salt, path in paths if kind_of(salt) == "exact" and salt != OPERATOR}
+    paths |= {("", each.tokens) for each in cache.index.prefixes.of("")}
+    return {found for salt, path in paths for found in matched(cache, salts, salt, path)}
+
+
+def matched(cache: Cache, salts: dict[str, str], salt: str, path: bytes) -> View:
+    """List what prompts under a salt match of a path, if they are parts of it, or all of it."""
     found: View = set()
-    for extent in cache.index.extents.values():
-        path = cache.index.before(extent) + extent.tokens
-        match = cache.match(extent.salt, path)
-        assert match.rows == len(path) // 4
-        _, on_device = cache.device.best(path, match)
+    stops = {*range(BLOCK_ROWS, len(path) // 4, BLOCK_ROWS), len(path) // 4}
+    for stop in stops:
+        match = cache.match(salt, path[: 4 * stop])
+        _, on_device = cache.device.best(path[: 4 * stop], match)
         holders = [view.extent for view in match.views for _ in range(view.start, view.stop)]
         for end in range(BLOCK_ROWS, match.rows + 1, BLOCK_ROWS):
             rows = holders[end - BLOCK_ROWS : end]
@@ -194,6 +206,108 @@ def test_blocks_behind_a_registered_prefix_are_their_tenants(monkeypatch: pytest
     assert ("", shared) in blocks
     assert {salt for salt, path in blocks if path != shared} == {"", watched.salts["a"], watched.salts["b"]}
     assert len({"", watched.salts["a"], watched.salts["b"]}) == 3
+
+
+def test_blocks_of_two_extents_are_removed_with_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator registers the beginning of a conversation without a salt; the conversation's rows go later."""
+    with prompted(monkeypatch):
+        server = RealPrompting(host_slots=100, device_rows=2048, disk_bytes=400_000, write_policy="write_through")
+        watched = Watched(server)
+        prompt = words(128, 1000)
+        long = [*prompt, *words(90, 5000)]
+        server.ask(long, 5)
+        watched.compare()
+        before = set(watched.subscriber.held)
+        server.register(prompt)
+        server.finish()
+        watched.compare()
+        # the last block lies behind the prefix, where no prompt matches the old rows
+        assert len({name for _, name in before} - {name for _, name in watched.subscriber.held}) == 1
+        server.ask(long, 5)
+        server.finish()
+        watched.compare()
+        cache = server.scheduler.cache
+        (old,) = (each for each in cache.index.extents.values() if each.salt == "" and not each.first_row)
+        server.scheduler.drop_contexts()
+        watched.compare()
+        assert len({name for _, name in watched.subscriber.held}) == 3
+        cache.placement.forget(old, "evicted")
+        server.finish()
+        watched.compare()
+        assert len({name for _, name in watched.subscriber.held}) == 3
+        assert old.id not in cache.index.extents
+
+
+@pytest.mark.parametrize("salt", ["", "a"])
+def test_blocks_that_no_prompt_matches_are_not_published(monkeypatch: pytest.MonkeyPatch, salt: str) -> None:
+    with prompted(monkeypatch):
+        server = RealPrompting(host_slots=100, device_rows=2048, disk_bytes=400_000, write_policy="write_through")
+        watched = Watched(server)
+        prompt = words(128, 1000)
+        server.register(prompt)
+        server.ask([*prompt, *words(90, 5000)], 5, salt=salt)
+        server.finish()
+        watched.compare()
+        assert len(watched.subscriber.view) == 3 * 3
+        # one that has rows of the first one, and others
+        server.register([*prompt[:100], *words(50, 7000)], name="other")
+        server.finish()
+        server.scheduler.drop_contexts()
+        watched.compare()
+        server.scheduler.forget_prefix(OPERATOR, "prompt")
+        PROMPTS.remove(prompt)
+        watched.compare()
+        assert len({name for _, name in watched.subscriber.held}) == 2
+        server.scheduler.forget_prefix(OPERATOR, "other")
+        watched.compare()
+        assert not watched.subscriber.held
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(10, 30))])
+def test_a_subscriber_knows_the_index_whatever_is_registered(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Prefixes come and go that are parts of each other, and of what three tenants ask."""
+    rng, base = random.Random(seed), words(400, 1000)
+    with prompted(monkeypatch):
+        server = RealPrompting(host_slots=60, device_rows=2048, disk_bytes=100_000, write_policy="write_through")
+        watched = Watched(server)
+        registered: dict[str, list[int]] = {}
+        for number in range(25):
+            what = rng.random()
+            if what < 0.25:
+                registered[str(number)] = [*base[: rng.randint(1, 200)], *rng.choice([[], words(60, 9000 + number)])]
+                server.register(registered[str(number)], name=str(number))
+            elif what < 0.35 and registered:
+                name = rng.choice(list(registered))
+                server.scheduler.forget_prefix(OPERATOR, name)
+                if (forgotten := registered.pop(name)) not in registered.values():
+                    PROMPTS.remove(forgotten)
+                    server.ends.clear()
+            elif what < 0.4:
+                server.scheduler.reset(server.now, rng.choice(["", "a"]))
+            else:
+                prompt = [*base[: rng.randint(1, 300)], *rng.choices(range(50), k=rng.randint(1, 150))]
+                server.ask(prompt, rng.randint(1, 20), salt=rng.choice(["", "a", "b"]))
+            server.finish()
+            # what contexts of tenants have of a registered prefix is not said
+            server.scheduler.drop_contexts()
+            watched.compare()
+    assert watched.compared > 200
+
+
+def test_approximate_rows_are_not_published_after_a_restart() -> None:
+    server = LongLasting(host_slots=100, device_rows=2048, disk_bytes=400_000, write_policy="write_through")
+    watched = Watched(server)
+    prompt = words(128, 1000)
+    server.ask(prompt, 1)
+    server.finish()
+    server.ask([*prompt, *words(150, 5000)], 5, salt=approximate(""))
+    server.finish()
+    watched.compare()
+    assert len({name for _, name in watched.subscriber.held}) == 2
+    server.restart(after=1.0)
+    watched.watch()
+    watched.compare()
+    assert len({name for _, name in watched.subscriber.held}) == 2
 
 
 def test_tokens_and_salts_are_published_on_demand_only() -> None:
@@ -348,7 +462,8 @@ def test_a_full_queue_leaves_a_gap_and_then_the_whole_index(
         return apply(self, changes)
 
     monkeypatch.setattr(Blocks, "apply", slow)
-    events = publisher.KVEvents(server.scheduler.cache, config, "m")
+    woken = threading.Event()
+    events = publisher.KVEvents(server.scheduler.cache, config, "m", woken.set)
     listener = Listener(*addresses)
     try:
         for first in range(100, 1000, 100):
@@ -358,7 +473,8 @@ def test_a_full_queue_leaves_a_gap_and_then_the_whole_index(
         expected = truth(server.scheduler.cache, {"": ""})
 
         def caught_up() -> bool:
-            events.publish()
+            if woken.is_set():  # an engine that is idle hears that there is room
+                events.publish()
             listener.ask_again(0)
             return listener.view == expected
 
@@ -371,16 +487,111 @@ def test_a_full_queue_leaves_a_gap_and_then_the_whole_index(
         events.close()
 
 
+def test_changes_that_could_not_be_sent_leave_a_gap_and_then_the_whole_index(
+    addresses: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = LongLasting()
+    config = EngineConfig(kv_events=addresses[0], kv_events_replay=addresses[1], kv_events_tokens=True)
+    events = publisher.KVEvents(server.scheduler.cache, config, "m", lambda: None)
+    listener = Listener(*addresses)
+    failing = iter([True, True])
+
+    def encoded(*what: Any) -> bytes:
+        if next(failing, False):
+            raise MemoryError
+        return encode(*what)
+
+    try:
+        events.publish()
+        wait_for(lambda: listener.ask_again(0) == [0])
+        monkeypatch.setattr(publisher, "encode", encoded)
+        server.ask(words(90, 100))
+        events.publish()
+        wait_for(lambda: events.counters.dropped == 1)
+        server.ask(words(90, 200))
+        events.publish()  # the whole index, which cannot be sent either
+        wait_for(lambda: events.counters.dropped == 2)
+        server.ask(words(90, 300))
+        events.publish()
+        wait_for(lambda: max(listener.ask_again(0)) > 0)
+        assert sorted(listener.seen) == [0, 3], "the numbers show what was left out"
+        server.ask(words(90, 400))
+        events.publish()
+        expected = truth(server.scheduler.cache, {"": ""})
+        wait_for(lambda: listener.ask_again(0)[-1] == 4 and listener.view == expected)
+        assert events.counters.dropped == 2
+    finally:
+        listener.close()
+        events.close()
+
+
+def test_a_replay_that_fails_leaves_no_gap(addresses: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    server = LongLasting()
+    config = EngineConfig(kv_events=addresses[0], kv_events_replay=addresses[1], kv_events_tokens=True)
+    events = publisher.KVEvents(server.scheduler.cache, config, "m", lambda: None)
+    listener = Listener(*addresses)
+    asked = threading.Event()
+
+    def failing(number: int) -> bytes:
+        asked.set()
+        raise MemoryError
+
+    try:
+        events.publish()
+        wait_for(lambda: listener.ask_again(0) == [0])
+        with monkeypatch.context() as patch:
+            patch.setattr(publisher, "number_frame", failing)
+            listener.replays.send_multipart((b"", bytes(8)))
+            assert asked.wait(10)
+        server.ask(words(90, 100))
+        events.publish()
+        wait_for(lambda: len(listener.ask_again(0)) == 2)
+        assert sorted(listener.seen) == [0, 1]
+    finally:
+        listener.close()
+        events.close()
+
+
+def test_an_engine_that_outlives_its_publisher_writes_to_no_other_file(
+    addresses: tuple[str, str], tmp_path: Path
+) -> None:
+    server = LongLasting()
+    events = publisher.KVEvents(server.scheduler.cache, EngineConfig(kv_events=addresses[0]), "m", lambda: None)
+    events.publish()
+    events.close()
+    with contextlib.ExitStack() as files:  # they take the numbers of what was closed
+        opened = [files.enter_context((tmp_path / str(number)).open("wb")) for number in range(20)]
+        server.ask(words(90, 100))
+        events.publish()
+        assert [Path(file.name).stat().st_size for file in opened] == [0] * 20
+
+
+def test_addresses_of_ipv6_and_systems_without_pipe2(monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.suppress(AttributeError):
+        monkeypatch.delattr(os, "pipe2")
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("no IPv6 here")
+    config = EngineConfig(kv_events="tcp://[::1]:*")
+    events = publisher.KVEvents(LongLasting().scheduler.cache, config, "m", lambda: None)
+    try:
+        assert events.address.startswith("tcp://[::1]:")
+    finally:
+        events.close()
+
+
 def test_mistakes_are_named(addresses: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"--kv-events is an address such as tcp://127.0.0.1:5557 .*, got '5557'"):
         EngineConfig(kv_events="5557")
     with pytest.raises(ConfigError, match="--kv-events-tokens does nothing without --kv-events"):
         EngineConfig(kv_events_tokens=True)
     cache = LongLasting().scheduler.cache
-    first = publisher.KVEvents(cache, EngineConfig(kv_events="tcp://127.0.0.1:*"), "m")
+    first = publisher.KVEvents(cache, EngineConfig(kv_events="tcp://127.0.0.1:*"), "m", lambda: None)
     taken = first.address
     with pytest.raises(ConfigError, match=r"--kv-events tcp://127\.0\.0\.1:\d+ cannot be bound: .*; choose another"):
-        publisher.KVEvents(cache, EngineConfig(kv_events=taken), "m")
+        publisher.KVEvents(cache, EngineConfig(kv_events=taken), "m", lambda: None)
     first.close()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs the module zmq: pip install 'afterglow-llm\[cluster\]'"):

@@ -466,6 +466,12 @@ def test_a_layer_takes_as_many_rows_as_hold_a_share_of_its_attention(
         ({"importance_mass": 0.9}, "--importance-mass does nothing without --importance"),
         ({"importance_chunk": 16}, "--importance-chunk does nothing without --importance"),
         ({"importance_rest": "means"}, "--importance-rest does nothing without --importance"),
+        ({"importance_renew": 16}, "--importance-renew does nothing without --importance"),
+        ({"importance_alpha": 0.3}, "--importance-alpha does nothing without --importance"),
+        ({"importance_fallback": "all"}, "--importance-fallback does nothing without --importance"),
+        ({"importance_exact": "approximate"}, "--importance-exact does nothing without --importance"),
+        ({"importance_share": 0.5}, "--importance-share does nothing without --importance"),
+        ({"reorder_interval": 5.0}, "--reorder-interval does nothing without --importance"),
     ],
 )
 def test_shares_of_the_attention_that_make_no_sense(options: dict[str, float], message: str) -> None:

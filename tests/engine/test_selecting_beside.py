@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -21,25 +21,28 @@ from afterglow.plan.journal.replaying import replay
 from afterglow.plan.journal.step_digest import step_digest
 from afterglow.plan.step import Step
 from afterglow.request import Output, Request, SamplingParams, completion_of
+from afterglow.store.extents.chunks import ExtentChunks
 from tests import doors
 from tests.engine.conftest import VOCAB, Handle
 from tests.engine.test_exact_reuse import same
 from tests.engine.test_selecting import NEW, ROWS, agree, draw, expected, loader_of
+from tests.waiting import wait_for
 
 Start = Callable[..., Handle]
 Models = Callable[[str], Path]
 
 
 @contextmanager
-def held(handle: Handle) -> Iterator[Callable[[], None]]:
-    """Reads of chunks do not end before what it yields is called, or the block ends."""
+def held(handle: Handle, heads: bool = True) -> Iterator[Callable[[], None]]:
+    """Reads of chunks do not end before what it yields is called, or the block ends. `heads`: nor do those of heads alone."""
     tier = doors.tier_of(handle.engine.parts.store)
     assert tier is not None
     real, gate = tier.read_chunks, threading.Event()
 
-    def read_chunks(*args: Any) -> Any:
-        gate.wait(60)
-        return real(*args)
+    def read_chunks(asked: Sequence[ExtentChunks], *args: Any) -> Any:
+        if heads or any(each.reads for each in asked):
+            gate.wait(60)
+        return real(asked, *args)
 
     tier.read_chunks = read_chunks  # type: ignore[method-assign]
     try:
@@ -181,6 +184,22 @@ def test_one_that_waits_can_be_cancelled_and_gives_up_in_time(start: Start, mode
         late = Told(handle, "late", [*prefix, *new], 3, kv_retention=0.3).end()
     assert late.selected is None
     same(late, handle.ask([*prefix, *new], reuse=False, max_tokens=3))
+
+
+def test_guesses_of_a_cancelled_request_are_settled(start: Start, model_of: Models, tmp_path: Path) -> None:
+    handle, prefix = on_disk(start, model_of, tmp_path)
+    loader = loader_of(handle)
+    loader.prior, loader.bandwidth, loader.budget.seconds = "sinks", 1e9, 1.0
+    loader.worth.next = lambda: True  # type: ignore[method-assign]
+    tally = loader.stats.tally
+    with held(handle, heads=False):
+        slow = Told(handle, "slow", [*prefix, *draw("new", NEW)], 3, kv_retention=0.3)
+        wait_for(lambda: tally.predicted > 0)
+        handle.engine.cancel("slow")
+        assert slow.end().finish_reason == "cancelled"
+    handle.engine.settle()
+    assert tally.predicted == tally.cancelled + tally.wasted
+    tally.check()
 
 
 def test_others_read_together_what_they_share_and_decode_as_always(

@@ -53,7 +53,7 @@ def test_numbers_without_end_stay_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    "harm", ["missing", "cut short", "no base64", "no number", "another layer", "other rows", "gone"]
+    "harm", ["missing", "cut short", "no base64", "no number", "another layer", "no layer", "other rows", "gone"]
 )
 def test_what_is_not_whole_is_as_if_it_were_not_there(harm: str) -> None:
     whole = dict(written("extent", drawn(1)))
@@ -71,6 +71,8 @@ def test_what_is_not_whole_is_as_if_it_were_not_there(harm: str) -> None:
         harmed[keys[1]] = "////" + harmed[keys[1]][4:]
     elif harm == "another layer":
         harmed["extent:x"] = harmed.pop(keys[1])
+    elif harm == "no layer":
+        harmed["extent:" + 5000 * "9"] = harmed.pop(keys[1])
     notes = ImportanceNotes(LAYERS)
     assert notes.recall(harmed, rows.get) == {}
     assert erased(notes.take({})) == set(harmed)  # it would only take room

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import threading
 import time
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from afterglow.errors import DamageError, StoreError
 from afterglow.importance import chunk_loader
 from afterglow.importance.chunk_cache import ChunkCache, ChunkKey, ChunkPlacement
 from afterglow.importance.chunk_loader import ChunkLoader, RowsLost
@@ -154,6 +156,8 @@ def test_bytes_are_counted_and_their_buffers_let_go(tmp_path: Path) -> None:
         prefix = opened(scene)
         for layer in range(3):
             scene.check(prefix, layer)
+            done = range(layer + 1)
+            assert not any(prefix.reads.asked(before, kv) for before in done for kv in (KEYS, VALUES, PROBES))
         prefix.close()
         for row in range(0, FIRST, 64):
             waited(prefix.more(0, VALUES, torch.tensor([row])), 20)
@@ -379,6 +383,27 @@ def test_a_chunk_that_does_not_come_is_said(kit: Kit) -> None:
         for layer in (1, 2):
             scene.check(prefix, layer)
     assert lost.value.extent == extent_name(1)
+
+
+@pytest.mark.parametrize("error", [StoreError, DamageError])
+def test_what_was_important_is_forgotten_with_the_rows_alone(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, error: type[StoreError]
+) -> None:
+    """An error that may pass takes nothing from what is known."""
+    scene = Scene(kit, "none")
+    prefix = opened(scene)
+    for layer in range(3):
+        scene.check(prefix, layer)
+    prefix.close()
+    assert set(scene.loader.importance) == {extent_name(number) for number in range(3)}
+
+    def failing(self: ChunkReader, asked: Sequence[ExtentChunks], states: States) -> Any:
+        raise error("made up") from OSError(errno.EIO, "made up")
+
+    monkeypatch.setattr(ChunkReader, "read", failing)
+    with pytest.raises(RowsLost) as lost:
+        opened(scene)
+    assert (lost.value.extent in scene.loader.importance) == (error is StoreError)
 
 
 def test_what_was_important_becomes_an_order(kit: Kit) -> None:

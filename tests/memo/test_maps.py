@@ -152,17 +152,18 @@ def test_entries_that_were_not_finished_do_not_count(tmp_path: Path) -> None:
     assert list(MapStore.open(tmp_path).check()) == []
 
 
-def test_a_damaged_entry_among_others_is_only_its_own_record(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_a_damaged_entry_is_only_its_own_record(tmp_path: Path, damaged: int) -> None:
     store = MapStore.create(tmp_path, IDENTITY)
     for number in range(3):
         store.append(maps_of(6, number), token_key([number]))
     store.close()
     raw = bytearray((tmp_path / RECORDS).read_bytes())
-    raw[40 + 8] ^= 1
+    raw[damaged * 40 + 8] ^= 1
     (tmp_path / RECORDS).write_bytes(raw)
     store = MapStore.open(tmp_path)
-    assert store.tokens.tolist() == [6, 0, 6]
-    assert list(store.check()) == [1]
+    assert store.tokens.tolist() == [0 if number == damaged else 6 for number in range(3)]
+    assert list(store.check()) == [damaged]
 
 
 def test_headers(tmp_path: Path) -> None:

@@ -264,26 +264,37 @@ def test_a_damaged_record_is_a_miss_and_is_reported(tmp_path: Path) -> None:
     assert f"record {number} is damaged" in database.notes[-1]
 
 
-def test_a_damaged_entry_is_a_miss(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [3, 11])
+def test_a_damaged_entry_is_a_miss(tmp_path: Path, number: int) -> None:
     plain, texts = embedder("decoder"), sentences(12)
     build(plain, tmp_path, texts).close()
     raw = bytearray((tmp_path / RECORDS).read_bytes())
-    raw[3 * 40 + 1] ^= 1
+    raw[number * 40 + 1] ^= 1
     (tmp_path / RECORDS).write_bytes(raw)
     result = with_memo(plain, builder(plain, tmp_path).open(), 0.999).embed(texts)
-    assert [index for index, hit in enumerate(result.hits) if not hit] == [3]
+    assert [index for index, hit in enumerate(result.hits) if not hit] == [number]
 
 
-def test_sentences_are_added_beside_a_damaged_entry(tmp_path: Path) -> None:
+def test_known_sentences_change_no_file(tmp_path: Path) -> None:
+    """A process that is killed while it writes the vectors would damage them."""
+    plain, texts = embedder("decoder"), sentences(12)
+    build(plain, tmp_path, texts).close()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path.name != RECORDS}
+    assert builder(plain, tmp_path).add(texts) == 0
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path.name != RECORDS} == before
+
+
+@pytest.mark.parametrize("number", [3, 11])
+def test_sentences_are_added_beside_a_damaged_entry(tmp_path: Path, number: int) -> None:
     plain, texts, more = embedder("decoder"), sentences(12), sentences(5, seed=2, lengths=(5, 11))
     build(plain, tmp_path, texts).close()
     raw = bytearray((tmp_path / RECORDS).read_bytes())
-    raw[3 * 40 + 1] ^= 1
+    raw[number * 40 + 1] ^= 1
     (tmp_path / RECORDS).write_bytes(raw)
     adder = builder(plain, tmp_path)
     assert adder.add(more) == 5
     result = with_memo(plain, adder.open(), 0.999).embed([*texts, *more])
-    assert [index for index, hit in enumerate(result.hits) if not hit] == [3]
+    assert [index for index, hit in enumerate(result.hits) if not hit] == [number]
 
 
 def test_a_database_without_a_word_on_pooling_is_read(tmp_path: Path) -> None:

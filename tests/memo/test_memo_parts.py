@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import sys
 from pathlib import Path
+from unittest import mock
 
 import hypothesis
 import numpy as np
@@ -142,6 +145,17 @@ def test_graphs_find_nearly_all_and_are_kept(tmp_path: Path) -> None:
     other = VectorIndex(tmp_path, approximate_from=1000)  # another database's graph is not taken
     other.put(7, np.arange(2000), vectors[::-1].copy())
     assert (other.search(7, vectors[:50])[1][:, 0] == 1999 - np.arange(50)).mean() > 0.98
+
+
+def test_of_neighbours_that_a_graph_does_not_find_none_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = mock.Mock(**{"search.return_value": (None, np.array([[3, -1, -1]]))})  # so does Faiss number them
+    monkeypatch.setitem(sys.modules, "faiss", mock.Mock(IndexHNSWFlat=lambda *_: graph))
+    index = VectorIndex(approximate_from=10)
+    vectors = np.arange(10, dtype=np.float32)[:, None]
+    index.put(7, np.arange(10), vectors)
+    distances, numbers = index.search(7, vectors[9:], 3)
+    assert distances.tolist() == [[6.0, math.inf, math.inf]]
+    assert numbers[0, 0] == 3
 
 
 def test_without_faiss_the_search_is_exact_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

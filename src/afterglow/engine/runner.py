@@ -127,7 +127,8 @@ class TorchRunner:
             for save in release.saves:
                 self._tee.context(self.contexts.running[release.job], save, self.decoder.rotation)
             self.contexts.release(release)
-            self._selections.pop(release.job, None)
+            if (selection := self._selections.pop(release.job, None)) is not None:
+                selection.prefix.close()
             self._separate.pop(release.job, None)
             if release.job in self._ended:
                 self._ended.remove(release.job)
@@ -199,9 +200,8 @@ class TorchRunner:
         entry.own_from = selection.rows
         positions = torch.arange(entry.start, entry.stop, device=self.decoder.device)
         hidden = self.decoder.begin(on_device(run.tokens, self.decoder.device), positions)
-        begun = self._separate[run.job] = SeparatePass(selection, entry, hidden)
         self._selections[run.job] = selection
-        return begun
+        return self._separate.setdefault(run.job, SeparatePass(selection, entry, hidden))
 
     def _end_passes(self, runs: Sequence[Run], out: RunOutput) -> None:
         """Add the outputs of separate passes to the step's."""

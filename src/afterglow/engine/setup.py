@@ -164,7 +164,7 @@ def build(
         if journal is not None:
             undo.callback(journal.close)
         _restore(scheduler, store)
-        kv_events = KVEvents(scheduler.cache, config, digest) if config.kv_events is not None else None
+        kv_events = KVEvents(scheduler.cache, config, digest, inbox.wake) if config.kv_events is not None else None
         if kv_events is not None:
             undo.callback(kv_events.close)
         clock = _steady_clock()

@@ -56,7 +56,7 @@ class KVEventCounters:
     """Count published KV events."""
 
     messages: int = 0
-    dropped: int = 0  # steps whose changes were left out, because too many waited
+    dropped: int = 0  # steps whose changes were left out, because too many waited or they could not be sent
 
 
 @dataclass(slots=True)

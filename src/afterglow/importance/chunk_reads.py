@@ -70,6 +70,11 @@ class ChunkReads:
         self._count()
         self._coming.clear()
 
+    def leave(self, layer: int) -> None:
+        """Forget the chunks of a layer that has all its rows, and of those before."""
+        self._count()
+        self._coming = {key: coming for key, coming in self._coming.items() if key.layer > layer}
+
     def ask(self, keys: Sequence[ChunkKey], priority: int) -> None:
         """Read the chunks that are neither cached nor on their way. With priority DEMAND, urge chunks that are on their way."""
         loader = self._loader
@@ -163,8 +168,9 @@ class ChunkReads:
             yield reading
             self.away += time.perf_counter() - began
         if not reading.wait(0):
-            lost = reading.lost or extent
-            if not reading.stale:
+            lost, reader = reading.lost or extent, self._loader.reader
+            # An error may pass, and what is known of the rows is wanted then.
+            if not reading.stale and (reader is None or not reader.has(lost)):
                 self._loader.forget(lost)
             raise RowsLost(lost, reading.stale)
 

@@ -61,7 +61,7 @@ class ImportanceNotes:
         by_extent: dict[str, dict[int, str]] = {}
         for key, value in notes.items():
             extent, _, first = key.rpartition(":")
-            by_extent.setdefault(extent, {})[int(first) if first.isdecimal() else -1] = value
+            by_extent.setdefault(extent, {})[int(first) if first.isdecimal() and len(first) < 9 else -1] = value
         found = {}
         for extent, parts in by_extent.items():
             rows = rows_of(extent)

@@ -169,6 +169,7 @@ class PrefixLoader:
 
     def ahead(self, layer: int, selection: Selection) -> None:
         """Ask for chunks of the next layer, while this one, which has selected, computes (SPEC §IV-C)."""
+        self.reads.leave(layer)  # otherwise they would stay in memory until the last layer, in no cache's budget
         now = time.perf_counter()
         self._loader.budget.measured(now - self._began - (self.reads.away - self._away))
         if self._guesses is not None:

@@ -120,11 +120,13 @@ class Builder:
 
             self._record(store, fresh, keep, later=True)
             store.flush()
+            if len(store) == settings.records:
+                # The vectors' file has the name that it had: a process that is killed while it writes would damage the database.
+                return 0
             numbers, rows = self._merge(database, store.tokens, settings.records, vectors)
             crc = write_vectors(self._folder, len(store), numbers, rows)
             replace(settings, records=len(store), vectors_crc=crc).save(self._folder)
-            if len(store) != settings.records:
-                vectors_file(self._folder, settings.records).unlink(missing_ok=True)
+            vectors_file(self._folder, settings.records).unlink(missing_ok=True)
             return len(store) - settings.records
         finally:
             store.close()

@@ -6,8 +6,8 @@
     records.bin   40 bytes a record       where, how many tokens, checksums, whose maps (see ENTRY)
 
 A record's layers follow each other (AttnCache, 3.1), so that one read ahead brings them all; a lookup yields views, no
-copies. A record counts from the moment its entry is complete, and entries come after the bytes they describe: whatever
-a killed process leaves beyond the last whole entry is overwritten. Knows no models and no vectors.
+copies. A record counts from the moment its entry is complete, and entries come after the bytes they describe: what a
+killed process leaves beyond the last complete entry is overwritten. Knows no models and no vectors.
 """
 
 from __future__ import annotations
@@ -262,13 +262,12 @@ def _read_header(raw: bytes, folder: Path) -> Identity:
 
 
 def _read_entries(path: Path) -> NDArray[Any]:
-    """All entries but the trailing ones that were never finished; damaged ones among them have 0 tokens."""
+    """All entries but a last one that was never finished; damaged ones have 0 tokens."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
         raw = b""
     entries = np.frombuffer(raw[: len(raw) // ENTRY.itemsize * ENTRY.itemsize], ENTRY).copy()
     good = np.array([google_crc32c.value(entry.tobytes()[:-4]) == entry["own_crc"] for entry in entries], bool)
-    entries = entries[: np.flatnonzero(good)[-1] + 1 if good.any() else 0]
-    entries["tokens"][~good[: len(entries)]] = 0
+    entries["tokens"][~good] = 0
     return entries

@@ -58,6 +58,8 @@ class VectorIndex:
             score = self._squares[tokens] - 2 * (queries @ vectors.T)
             found = np.argpartition(score, count - 1, axis=1)[:, :count] if count < len(vectors) else _all(score)
         apart = np.linalg.norm(vectors[found] - queries[:, None], axis=2)
+        # Where a graph finds fewer, the others are numbered -1.
+        apart[found < 0] = np.inf
         order = np.argsort(apart, axis=1, kind="stable")
         found = np.take_along_axis(found, order, 1)
         return np.take_along_axis(apart, order, 1), self._numbers[tokens][found]

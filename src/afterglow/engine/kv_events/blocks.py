@@ -24,6 +24,8 @@ from afterglow.plan.step import ExtentId
 Medium: TypeAlias = Literal["GPU", "CPU", "STORAGE"]  # vLLM's names: device, host, disk
 MEDIA: tuple[Medium, ...] = ("GPU", "CPU", "STORAGE")
 MOST_BLOCKS = 1024  # in one event
+# Tiers (bits in the order of MEDIA) -> one extent that has a block there, counted in 16 bits a tier.
+_ONE = tuple(sum((tiers >> bit & 1) << 16 * bit for bit in range(len(MEDIA))) for tiers in range(1 << len(MEDIA)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class _Run:
     parent: int | None
     salt: str
     hashes: tuple[int, ...] = ()  # of the blocks that end in it
+    tiers: bytes = b""  # of each of them, as bits in the order of MEDIA
     below: dict[ExtentId, None] = field(default_factory=dict)
 
     @property
@@ -87,23 +90,25 @@ class Blocks:
         """`seed`: names the model; equal blocks of different models have different hashes."""
         self._seed = hashlib.blake2b(seed.encode(), digest_size=32).digest()
         self._runs: dict[ExtentId, _Run] = {}
-        self._held: dict[int, int] = {}  # tiers by block, as bits in the order of MEDIA
+        # By block: how many extents have it in each tier. Several have it where their tokens are the same, and neither has a salt
+        # that is published: an operator's prefix, and rows of before it was registered or of prompts that begin with a part of it.
+        self._counts: dict[int, int] = {}
 
     def __len__(self) -> int:
         """Count the blocks that are in any tier."""
-        return len(self._held)
+        return len(self._counts)
 
     def apply(self, changes: Changes) -> list[KVEvent]:
         """Take over changes of extents. Returns the events that tell of them."""
         events: list[KVEvent] = []
         if changes.anew:
             self._runs.clear()
-            self._held.clear()
+            self._counts.clear()
             events.append(ClearedBlocks())
-        wanted: dict[int, int] = {}
+        before: dict[int, int] = {}  # tiers of blocks that runs have gained or lost
         for name in changes.gone:
             if (run := self._runs.pop(name, None)) is not None:
-                wanted.update(dict.fromkeys(run.hashes, 0))
+                self._count(run, bytes(len(run.hashes)), before)
                 if (above := self._runs.get(run.state.above or "")) is not None:
                     above.below.pop(name, None)
         touched = [run for run in map(self._place, changes.states) if run is not None]
@@ -111,16 +116,28 @@ class Blocks:
         for run in touched:
             self._add_affected(run, affected)
         for run in affected.values():
-            wanted.update(zip(run.hashes, self._tiers(run), strict=True))
-        events += self._removed(wanted)
+            self._count(run, bytes(self._tiers(run)), before)
+        events += self._removed(before)
         for run in sorted(affected.values(), key=lambda run: run.start):
-            events += self._stored(run, wanted)
-        for block, tiers in wanted.items():
-            if tiers:
-                self._held[block] = tiers
-            else:
-                self._held.pop(block, None)
+            events += self._stored(run, before)
         return events
+
+    def _count(self, run: _Run, tiers: bytes, before: dict[int, int]) -> None:
+        """Take over where the blocks of a run are now. `before` gets the tiers that each changed one had."""
+        for block, old, new in zip(run.hashes, run.tiers or bytes(len(run.hashes)), tiers, strict=True):
+            if old == new:
+                continue
+            before.setdefault(block, self._held(block))
+            if counts := self._counts.get(block, 0) + _ONE[new] - _ONE[old]:
+                self._counts[block] = counts
+            else:
+                self._counts.pop(block, None)
+        run.tiers = tiers
+
+    def _held(self, block: int) -> int:
+        """Return the tiers that a block is in, as bits."""
+        counts = self._counts.get(block, 0)
+        return (counts & 0xFFFF > 0) | (counts >> 16 & 0xFFFF > 0) << 1 | (counts >> 32 > 0) << 2
 
     def _place(self, state: ExtentState) -> _Run | None:
         """Take over the state of an extent. None: it hangs below something unknown."""
@@ -209,17 +226,19 @@ class Blocks:
             host, disk = all(state.host for state in held), all(state.disk for state in held)
             yield (end <= run.state.device_end) | (host << 1) | ((disk or not host) << 2)
 
-    def _removed(self, wanted: dict[int, int]) -> Iterator[RemovedBlocks]:
+    def _removed(self, before: dict[int, int]) -> Iterator[RemovedBlocks]:
         for bit, medium in enumerate(MEDIA):
-            left = [b for b, tiers in wanted.items() if (self._held.get(b, 0) & ~tiers) >> bit & 1]
+            left = [block for block, tiers in before.items() if (tiers & ~self._held(block)) >> bit & 1]
             for at in range(0, len(left), MOST_BLOCKS):
                 yield RemovedBlocks(medium, tuple(left[at : at + MOST_BLOCKS]))
 
-    def _stored(self, run: _Run, wanted: dict[int, int]) -> Iterator[StoredBlocks]:
+    def _stored(self, run: _Run, before: dict[int, int]) -> Iterator[StoredBlocks]:
+        # They are popped, since another run with the same block has nothing to add.
+        come = [(n, self._held(b) & ~before.pop(b)) for n, b in enumerate(run.hashes) if b in before]
         found: list[tuple[int, int, Medium]] = []
         for bit, medium in enumerate(MEDIA):
-            come = [n for n, b in enumerate(run.hashes) if (wanted[b] & ~self._held.get(b, 0)) >> bit & 1]
-            found += [(first, stop, medium) for first, stop in _stretches(come)]
+            stretches = _stretches(n for n, tiers in come if tiers >> bit & 1)
+            found += [(first, stop, medium) for first, stop in stretches]
         for first, stop, medium in sorted(found, key=lambda each: each[0]):  # none comes before its parent
             yield StoredBlocks(
                 medium,
@@ -273,17 +292,21 @@ class Changes:
 
 
 class ChangedExtents:
-    """Collects changed extents. Truncated and selected rows are left out: no prompt of a client matches them by itself."""
+    """Collects changed extents. Rows that no prompt of a client matches by itself are left out: truncated and selected ones, and
+    those that registered prefixes lead past."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
+        self._prefixes = cache.index.prefixes.version
         self._changed: dict[Extent, None] = {}
         self._known: dict[ExtentId, Extent] = {}
         cache.placement.candidates.watch = self._note
         cache.device.watch = self._note
 
     def take(self) -> Changes | None:
-        """Return the changes since the last call; None without any."""
+        """Return the changes since the last call; None without any. All is new where a prefix was registered, or is no more."""
+        if self._prefixes != self._cache.index.prefixes.version:
+            return self.everything()
         if not self._changed:
             return None
         changed, self._changed = self._changed, {}
@@ -296,6 +319,7 @@ class ChangedExtents:
         """Return the whole index."""
         self._changed.clear()
         self._known.clear()
+        self._prefixes = self._cache.index.prefixes.version
         return Changes((), self._states(dict.fromkeys(self._cache.index.extents.values())), anew=True)
 
     def _note(self, extent: Extent) -> None:
@@ -307,12 +331,16 @@ class ChangedExtents:
         for extent in tuple(live):
             if extent.id not in self._known:  # it may have taken the place of others, which something hung below
                 below = (child.extent for node in extent.nodes for child in node.children())
-                live.update((child, None) for child in below if child is not None)
+                live.update((child, None) for child in below if child is not None and child.kind == "exact")
         self._known.update((each.id, each) for each in live)
-        return tuple(self._state(each) for each in sorted(live, key=lambda each: each.first_row + each.nodes[0].start))
+        states = map(self._state, sorted(live, key=lambda each: each.first_row + each.nodes[0].start))
+        return tuple(state for state in states if state is not None)
 
-    def _state(self, extent: Extent) -> ExtentState:
-        first = extent.nodes[0].start
+    def _state(self, extent: Extent) -> ExtentState | None:
+        """Return the state of the rows that prompts match; None without any."""
+        first, stop = extent.nodes[0].start, self._cache.index.reach(extent) - extent.first_row
+        if stop <= first:
+            return None
         above = extent.above
         if above is None and extent.parent is not None:  # it hangs below a registered prefix of another tenant
             above = self._cache.index.extents.get(extent.parent)
@@ -320,7 +348,7 @@ class ChangedExtents:
             extent.id,
             above.id if above is not None else None,
             extent.salt,
-            extent.tokens,
+            extent.tokens if stop >= extent.rows else extent.tokens[: 4 * stop],
             first,
             extent.first_row + first,
             self._device_end(extent),

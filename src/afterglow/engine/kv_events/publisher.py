@@ -23,7 +23,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from afterglow.config import BLOCK_ROWS, EngineConfig
@@ -88,12 +88,12 @@ def check_installed() -> None:
 class KVEvents:
     """Publishes what happens in the plan's tiers. `publish` belongs to the engine's thread."""
 
-    def __init__(self, cache: Cache, config: EngineConfig, seed: str) -> None:
-        """`seed`: names the model. Raises: ConfigError, where an address cannot be taken."""
+    def __init__(self, cache: Cache, config: EngineConfig, seed: str, wake: Callable[[], None]) -> None:
+        """`seed`: names the model. `wake` has the engine's thread call `publish`. Raises: ConfigError, where an address cannot be
+        taken."""
         assert config.kv_events is not None
         self._changed = ChangedExtents(cache)
-        self._publisher = Publisher(config.kv_events, config.kv_events_replay, config.kv_events_tokens, seed)
-        self._behind = True  # do subscribers need the whole index?
+        self._publisher = Publisher(config.kv_events, config.kv_events_replay, config.kv_events_tokens, seed, wake)
         self._publisher.start()
 
     @property
@@ -107,11 +107,12 @@ class KVEvents:
 
     def publish(self) -> None:
         """Hand over what has changed since the last call. Never waits."""
-        if self._behind:
+        if self._publisher.behind:
             if self._publisher.has_room:
-                self._behind = not self._publisher.offer(self._changed.everything())
+                self._publisher.behind = False
+                self._publisher.offer(self._changed.everything())
         elif (changes := self._changed.take()) is not None:
-            self._behind = not self._publisher.offer(changes)
+            self._publisher.offer(changes)
 
     def close(self) -> None:
         """Send what waits, and close the sockets."""
@@ -121,10 +122,16 @@ class KVEvents:
 class Publisher:
     """The sockets and their thread."""
 
-    def __init__(self, endpoint: str, replay: str | None, token_ids: bool, seed: str) -> None:
+    def __init__(self, endpoint: str, replay: str | None, token_ids: bool, seed: str, wake: Callable[[], None]) -> None:
+        """`wake` is called when there is room again for the whole index."""
         import zmq
 
         self.counters = KVEventCounters()
+        self.behind = True  # do subscribers need the whole index?
+        self._lost = (
+            False  # has a step's changes been lost? Those of later ones say nothing, until the whole index comes
+        )
+        self._wake_engine = wake
         self._blocks = Blocks(seed)
         self._token_ids = token_ids
         self._waiting: deque[Changes] = deque()
@@ -142,7 +149,13 @@ class Publisher:
             self._context.destroy(linger=0)
             raise
         self.address: str = self._events.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._lock = (
+            threading.Lock()
+        )  # for what the engine's thread and this one both change: the drops' count, and the pipe
+        self._ended = False
+        self._woken, self._wake = os.pipe()
+        for end in (self._woken, self._wake):
+            os.set_blocking(end, False)
         self._thread = threading.Thread(target=self._run, name="afterglow-kv-events", daemon=True)
 
     def _bind(self, kind: int, option: str, endpoint: str) -> Any:
@@ -150,6 +163,8 @@ class Publisher:
 
         socket = self._context.socket(kind)
         socket.set_hwm(MAX_KEPT + 1)
+        if "[" in endpoint:
+            socket.setsockopt(zmq.IPV6, 1)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -166,14 +181,13 @@ class Publisher:
         """May more changes wait?"""
         return len(self._waiting) < MAX_WAITING
 
-    def offer(self, changes: Changes) -> bool:
-        """Let changes wait for the thread. False: too many wait, and they are left out."""
-        if not self.has_room:
-            self.counters.dropped += 1
-            return False
-        self._waiting.append(changes)
+    def offer(self, changes: Changes) -> None:
+        """Let changes wait for the thread, or leave them out where too many wait."""
+        if self.has_room:
+            self._waiting.append(changes)
+        else:
+            self._drop()
         self._wake_up()
-        return True
 
     def close(self) -> None:
         """Send what waits, for a second at most, and end the thread."""
@@ -182,12 +196,22 @@ class Publisher:
         self._thread.join(2 * LAST_SECONDS)
         if not self._thread.is_alive():
             self._context.destroy(linger=int(1000 * LAST_SECONDS))
-            os.close(self._woken)
-            os.close(self._wake)
+            with self._lock:
+                self._ended = True
+                os.close(self._woken)
+                os.close(self._wake)
+
+    def _drop(self) -> None:
+        """Note that a step's changes are left out."""
+        with self._lock:
+            self.counters.dropped += 1
+        self.behind = True
 
     def _wake_up(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it has been woken often enough
-            os.write(self._wake, b"\0")
+        with self._lock, contextlib.suppress(BlockingIOError):  # it has been woken often enough
+            # An engine that could not be stopped in time goes on, and the pipe's number may be another file's by then.
+            if not self._ended:
+                os.write(self._wake, b"\0")
 
     def _run(self) -> None:
         import zmq
@@ -198,19 +222,31 @@ class Publisher:
             poller.register(self._replays, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
-            try:
-                if self._woken in ready:
-                    os.read(self._woken, 4096)
-                if self._replays is not None and self._replays in ready:
+            if self._woken in ready:
+                os.read(self._woken, 4096)
+            if self._replays is not None and self._replays in ready:
+                try:
                     self._replay(self._replays)
-                end = time.monotonic() + LAST_SECONDS
-                while self._waiting and not (self._closing and time.monotonic() > end):
-                    self._publish(self._blocks.apply(self._waiting.popleft()))
-            except Exception:  # a message is lost, and its number with it
-                log.exception("KV events could not be published")
-                self._number += 1
+                except Exception:
+                    log.exception("KV events could not be repeated")
+            end = time.monotonic() + LAST_SECONDS
+            while self._waiting and not (self._closing and time.monotonic() > end):
+                self._take(self._waiting.popleft())
             if self._closing:
                 return
+            if self.behind and not self._lost:  # what fails is tried again with the next step, not at once
+                self._wake_engine()
+
+    def _take(self, changes: Changes) -> None:
+        if self._lost and not changes.anew:
+            return
+        try:
+            self._publish(self._blocks.apply(changes))
+            self._lost = False
+        except Exception:
+            log.exception("KV events could not be published")
+            self._lost = True
+            self._drop()
 
     def _publish(self, events: list[KVEvent]) -> None:
         for at in range(0, len(events), EVENTS):

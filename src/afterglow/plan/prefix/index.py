@@ -207,6 +207,29 @@ class Index:
             parts.append(extent.tokens[: 4 * rows])
         return b"".join(reversed(parts))
 
+    def reach(self, extent: Extent) -> int:
+        """Return the row up to which prompts match the path through an extent of the index by now. That is less than its end where
+        prompts with more of it begin with a registered prefix, whose rows lie elsewhere, and 0 below one that was forgotten."""
+        nodes: list[Node] = [extent.nodes[-1]]
+        while (above := nodes[-1].parent) is not None:
+            nodes.append(above)
+        root = nodes.pop()
+        assert isinstance(root, Root)
+        salt, _, digest = root.tree.partition("|")
+        prefixes = [each for each in self.prefixes.of(salt) if salt == OPERATOR or each.salt != salt]
+        head = next((each.tokens for each in prefixes if each.digest == digest), b"")
+        if digest and not head:
+            return 0
+        path, longest = bytearray(head), max((len(each.tokens) for each in prefixes), default=0)
+        while nodes and len(path) < longest:
+            node = nodes.pop()
+            assert node.extent is not None
+            path += node.extent.tokens[4 * node.start : 4 * node.stop]
+        if salt == OPERATOR:
+            return max((common_rows(path, 0, each.tokens, 0, each.rows) for each in prefixes), default=0)
+        longer = (each.rows for each in prefixes if len(each.tokens) > len(head) and path.startswith(each.tokens))
+        return min(longer, default=extent.first_row + extent.rows + 1) - 1
+
     def _hang(self, extent: Extent, place: Place) -> Inserted:
         views: list[View] = []
         aside = extent.salt.encode() if is_approximate(extent.salt) else b""

@@ -63,6 +63,7 @@ class SharedPrefixes:
     """All registered prefixes, by salt. The same one may be registered more than once."""
 
     def __init__(self) -> None:
+        self.version = 0  # changes whenever they do
         self._counts: dict[SharedPrefix, int] = {}
         self._by_salt: dict[str, list[SharedPrefix]] = {}  # the longest first
 
@@ -76,6 +77,7 @@ class SharedPrefixes:
         self._counts[prefix] = self._counts.get(prefix, 0) + 1
         own = self._by_salt.setdefault(prefix.salt, [])
         if prefix not in own:
+            self.version += 1
             own.append(prefix)
             own.sort(key=lambda each: -each.rows)
 
@@ -83,6 +85,7 @@ class SharedPrefixes:
         """Undo one `add` of a prefix."""
         self._counts[prefix] -= 1
         if not self._counts[prefix]:
+            self.version += 1
             del self._counts[prefix]
             self._by_salt[prefix.salt].remove(prefix)
             if not self._by_salt[prefix.salt]:

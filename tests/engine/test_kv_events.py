@@ -263,6 +263,24 @@ def test_blocks_that_no_prompt_matches_are_not_published(monkeypatch: pytest.Mon
         assert not watched.subscriber.held
 
 
+def test_a_tenants_own_prefix_changes_no_blocks_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with prompted(monkeypatch):
+        server = RealPrompting(host_slots=100, device_rows=2048)
+        prompt = words(128, 1000)
+        for salt in ("a", "b"):
+            server.ask([*prompt, *words(90, 5000)], 5, salt=salt)
+        watched = Watched(server)
+        server.register(prompt, salt="a", name="own")
+        server.finish()
+        changes = watched.changed.take()
+        assert changes is None or not changes.anew
+        watched.read(changes)
+        watched.compare()
+        server.scheduler.forget_prefix("a", "own")
+        assert watched.changed.take() is None
+        watched.compare()
+
+
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(10, 30))])
 def test_a_subscriber_knows_the_index_whatever_is_registered(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Prefixes come and go that are parts of each other, and of what three tenants ask."""

@@ -304,7 +304,8 @@ class ChangedExtents:
         cache.device.watch = self._note
 
     def take(self) -> Changes | None:
-        """Return the changes since the last call; None without any. All is new where a prefix was registered, or is no more."""
+        """Return the changes since the last call; None without any. All is new where a prefix of the operator was registered, or is no
+        more."""
         if self._prefixes != self._cache.index.prefixes.version:
             return self.everything()
         if not self._changed:

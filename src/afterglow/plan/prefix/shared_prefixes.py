@@ -63,7 +63,7 @@ class SharedPrefixes:
     """All registered prefixes, by salt. The same one may be registered more than once."""
 
     def __init__(self) -> None:
-        self.version = 0  # changes whenever they do
+        self.version = 0  # changes with those of the operator, whose rows the exact rows of all tenants hang below
         self._counts: dict[SharedPrefix, int] = {}
         self._by_salt: dict[str, list[SharedPrefix]] = {}  # the longest first
 
@@ -77,7 +77,7 @@ class SharedPrefixes:
         self._counts[prefix] = self._counts.get(prefix, 0) + 1
         own = self._by_salt.setdefault(prefix.salt, [])
         if prefix not in own:
-            self.version += 1
+            self.version += prefix.salt == OPERATOR
             own.append(prefix)
             own.sort(key=lambda each: -each.rows)
 
@@ -85,7 +85,7 @@ class SharedPrefixes:
         """Undo one `add` of a prefix."""
         self._counts[prefix] -= 1
         if not self._counts[prefix]:
-            self.version += 1
+            self.version += prefix.salt == OPERATOR
             del self._counts[prefix]
             self._by_salt[prefix.salt].remove(prefix)
             if not self._by_salt[prefix.salt]:

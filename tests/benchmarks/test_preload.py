@@ -13,7 +13,7 @@ from afterglow.plan.step import MoveDone
 
 def test_reads_at_the_same_time_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([10.0, 10.5, 11.0, 13.0, 14.0, 20.0, 21.0])
-    monkeypatch.setattr(preload.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(preload, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     counted: list[Any] = []
     mover = SimpleNamespace(_run=lambda task: True)
     counters = SimpleNamespace(moved=lambda *told: counted.append(told))

@@ -151,7 +151,7 @@ def test_the_router_may_listen_at_an_address_of_ipv6() -> None:
 # --------------------------------------------------------------------------------------------------- dead engines
 
 STAND_IN = """
-import sys
+import signal, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 dead = Path(sys.argv[2])
@@ -162,14 +162,18 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b'{"error": {"code": "engine_dead"}}')
     def log_message(self, *args): ...
+if dead.with_suffix(".deaf").exists():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 SUPERVISOR = """
 import os, sys
 from pathlib import Path
+from afterglow.cli import cluster
 from afterglow.cli.child_process import ChildProcess
 from afterglow.cli.cluster import Replica, Supervisor
 from afterglow.cli.command_options import ReplicaOptions
+cluster.END_SECONDS = 1.0
 code, folder, ports = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
 def child(name, port):
     return ChildProcess(name, [sys.executable, "-c", code, port, str(folder / name)], os.environ)
@@ -178,8 +182,11 @@ Supervisor([replica], child("router", ports[1]), ReplicaOptions(port=int(ports[1
 """
 
 
-def test_a_server_whose_engine_has_died_is_started_again(tmp_path: Path) -> None:
-    """With a proxy, which leads to none of a cluster's own addresses."""
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_server_whose_engine_has_died_is_started_again(tmp_path: Path, deaf: bool) -> None:
+    """With a proxy, which leads to none of a cluster's own addresses. `deaf`: it does not end when it is asked to."""
+    if deaf:
+        (tmp_path / "server.deaf").touch()
     command = [sys.executable, "-c", SUPERVISOR, STAND_IN, str(tmp_path), str(own_port()), str(own_port())]
     env = {**os.environ, "HTTP_PROXY": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
@@ -192,8 +199,9 @@ def test_a_server_whose_engine_has_died_is_started_again(tmp_path: Path) -> None
         assert process.stdout.readline().startswith("router: ")
         (tmp_path / "server").touch()
         assert process.stderr.readline() == "server: its engine has died\n"
-        assert process.stderr.readline().startswith("server has ended with exit code -15")
+        assert process.stderr.readline().startswith(f"server has ended with exit code {-9 if deaf else -15}")
         wait_for(lambda: not (tmp_path / "server").exists(), 60)  # which the next one removes
+        (tmp_path / "server.deaf").unlink(missing_ok=True)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:

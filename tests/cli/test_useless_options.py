@@ -17,7 +17,6 @@ AGENT = {"id": "a", "block_size": 64, "requests": [{"t": 0.0, "in": 64, "out": 2
     [
         (("--rate", "2"), "--rate does nothing with a trace that has the times of its requests"),
         (("--sweep", "rate=1,2"), "--rate does nothing with a trace that has the times of its requests"),
-        (("--seed", "2"), "--seed does nothing with a trace"),
         (("--think", "5"), "--think does nothing with a trace, which has its users' own times"),
         (("--sweep", "disk=0,1G", "--sweep", "think=5,9"), "--think does nothing with a trace"),
         (("--network", "5"), "--network does nothing without --shared-tier"),

@@ -26,7 +26,7 @@ from afterglow.library.threads import physical_cores
 ROUTER = "vllm-router"
 POLL = 0.2  # seconds
 HEALTH_SECONDS = 2.0  # between two looks at whether each server's engine lives
-PATIENT_LOOKS = 5  # at one that has died, before its server is killed
+END_SECONDS = 10.0  # for the end of a server whose engine has died, before it is killed
 ROUTER_SECONDS = 5.0  # for the router's end, once no replica answers any more
 # What names one address or file; and the router speaks plain HTTP with servers.
 ONE_EACH = ("--kv-events", "--kv-events-replay", "--journal", "--record-trace", "--ssl-certfile")
@@ -147,7 +147,7 @@ class Supervisor:
         self._url = url_of(options)
         self._client = httpx.Client(trust_env=False, timeout=1)  # no proxy leads to these
         self._look_at = 0.0
-        self._dead: dict[str, int] = {}  # looks in a row that have found a server's engine dead
+        self._ending: dict[int, float] = {}  # servers whose engines have died, by process: since when
         self._signals = 0
         self._signalled = threading.Event()
 
@@ -185,14 +185,18 @@ class Supervisor:
             return
         self._look_at = time.monotonic() + HEALTH_SECONDS
         for replica in self._replicas:
-            answer = self._health(replica.url)
-            if answer is None or answer.status_code != 503 or "engine_dead" not in answer.text:
-                self._dead.pop(replica.url, None)
+            pid = replica.process.pid
+            if pid is None or self._signalled.is_set():
                 continue
-            looks = self._dead[replica.url] = self._dead.get(replica.url, 0) + 1
-            if looks == 1:
+            if pid in self._ending:
+                if time.monotonic() - self._ending[pid] > END_SECONDS:
+                    replica.process.signal(signal.SIGKILL)
+                continue
+            answer = self._health(replica.url)
+            if answer is not None and answer.status_code == 503 and "engine_dead" in answer.text:
                 print(f"{replica.process.name}: its engine has died", file=sys.stderr)
-            replica.process.signal(signal.SIGTERM if looks < PATIENT_LOOKS else signal.SIGKILL)
+                self._ending[pid] = time.monotonic()
+                replica.process.signal(signal.SIGTERM)
 
     def _health(self, url: str) -> httpx.Response | None:
         """Ask a process for its health; None, where it does not answer."""

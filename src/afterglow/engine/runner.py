@@ -195,13 +195,13 @@ class TorchRunner:
         assert run.admit is not None
         self.contexts.admit(run)
         entry = self.contexts.entry(run, slice(0, len(run.tokens)))
-        retention = self._outputs.request(run.job).kv_retention
-        selection = self._selective.begin(run.admit.selectable, retention, run.admit.exact)
+        kept = self._outputs.request(run.job).kv_retention
+        selection = self._selections[run.job] = self._selective.begin(run.admit.selectable, kept, run.admit.exact)
         entry.own_from = selection.rows
         positions = torch.arange(entry.start, entry.stop, device=self.decoder.device)
         hidden = self.decoder.begin(on_device(run.tokens, self.decoder.device), positions)
-        self._selections[run.job] = selection
-        return self._separate.setdefault(run.job, SeparatePass(selection, entry, hidden))
+        separate = self._separate[run.job] = SeparatePass(selection, entry, hidden)
+        return separate
 
     def _end_passes(self, runs: Sequence[Run], out: RunOutput) -> None:
         """Add the outputs of separate passes to the step's."""

@@ -188,14 +188,15 @@ def fewest_devices(shape: ModelShape, device: Hardware, window: int, dtype: str)
 
 def check_useful(scenarios: Sequence[Scenario], names: Iterable[str]) -> None:
     """Check that each of these options changes one of the scenarios at least. Raises: ConfigError."""
-    reasons = [_useless(scenario) for scenario in scenarios]
-    for name in sorted(names):
+    names = sorted(names)
+    reasons = [_useless(scenario, reads="rate" in names) for scenario in scenarios]
+    for name in names:
         if all(name in each for each in reasons):
             raise ConfigError(f"{flag(name)} does nothing {reasons[0][name]}")
 
 
-def _useless(scenario: Scenario) -> dict[str, str]:
-    """Map options that do nothing in a scenario to the reason. Raises: ConfigError."""
+def _useless(scenario: Scenario, reads: bool) -> dict[str, str]:
+    """Map options that do nothing in a scenario to the reason. `reads`: may the trace be looked at? Raises: ConfigError."""
     found: dict[str, str] = {}
     if scenario.engine.calibration is not None:
         speeds = "beside --calibration, which brings the speeds that were measured; leave one of the two out"
@@ -208,10 +209,9 @@ def _useless(scenario: Scenario) -> dict[str, str]:
     if scenario.workload in PRESETS:
         return found | dict.fromkeys(("format", "skip_bad", "pace"), "with a preset; it is for trace files")
     found["think"] = "with a trace, which has its users' own times"
-    trace, _ = source_of(scenario, 1)
+    trace = source_of(scenario, 1)[0] if reads else None
     if trace is not None and trace.format not in WITHOUT_TIMES:
-        timed = "with a trace that has the times of its requests"
-        found |= {"rate": timed} if scenario.cluster.engines > 1 else {"rate": timed, "seed": timed}
+        found["rate"] = "with a trace that has the times of its requests"
     return found
 
 

@@ -75,6 +75,7 @@ MAX_WAITING = 10_000  # changes of steps that the thread has not come to
 MAX_KEPT = 10_000  # messages for replays
 MAX_KEPT_BYTES = 64 * 1024**2
 EVENTS = 256  # in one message
+AGAIN_SECONDS = 2.0  # after which the whole index is tried again where changes could not be sent
 LAST_SECONDS = 1.0  # for what waits when it is closed
 
 
@@ -108,7 +109,7 @@ class KVEvents:
     def publish(self) -> None:
         """Hand over what has changed since the last call. Never waits."""
         if self._publisher.behind:
-            if self._publisher.has_room:
+            if self._publisher.has_room and time.monotonic() >= self._publisher.again_at:
                 self._publisher.behind = False
                 self._publisher.offer(self._changed.everything())
         elif (changes := self._changed.take()) is not None:
@@ -128,9 +129,9 @@ class Publisher:
 
         self.counters = KVEventCounters()
         self.behind = True  # do subscribers need the whole index?
-        self._lost = (
-            False  # has a step's changes been lost? Those of later ones say nothing, until the whole index comes
-        )
+        self.again_at = 0.0  # when it may be tried
+        # Were a step's changes lost? Those of later ones say nothing, until the whole index comes.
+        self._lost = False
         self._wake_engine = wake
         self._blocks = Blocks(seed)
         self._token_ids = token_ids
@@ -149,9 +150,8 @@ class Publisher:
             self._context.destroy(linger=0)
             raise
         self.address: str = self._events.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._lock = (
-            threading.Lock()
-        )  # for what the engine's thread and this one both change: the drops' count, and the pipe
+        # For what the engine's thread and this one both change: the drops' count, and the pipe.
+        self._lock = threading.Lock()
         self._ended = False
         self._woken, self._wake = os.pipe()
         for end in (self._woken, self._wake):
@@ -203,9 +203,9 @@ class Publisher:
 
     def _drop(self) -> None:
         """Note that a step's changes are left out."""
+        self.behind = True
         with self._lock:
             self.counters.dropped += 1
-        self.behind = True
 
     def _wake_up(self) -> None:
         with self._lock, contextlib.suppress(BlockingIOError):  # it has been woken often enough
@@ -221,7 +221,7 @@ class Publisher:
         if self._replays is not None:
             poller.register(self._replays, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(1000 * AGAIN_SECONDS if self._lost else None))
             if self._woken in ready:
                 os.read(self._woken, 4096)
             if self._replays is not None and self._replays in ready:
@@ -234,7 +234,7 @@ class Publisher:
                 self._take(self._waiting.popleft())
             if self._closing:
                 return
-            if self.behind and not self._lost:  # what fails is tried again with the next step, not at once
+            if self.behind and time.monotonic() >= self.again_at:
                 self._wake_engine()
 
     def _take(self, changes: Changes) -> None:
@@ -246,6 +246,7 @@ class Publisher:
         except Exception:
             log.exception("KV events could not be published")
             self._lost = True
+            self.again_at = time.monotonic() + AGAIN_SECONDS
             self._drop()
 
     def _publish(self, events: list[KVEvent]) -> None:

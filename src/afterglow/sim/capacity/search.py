@@ -61,7 +61,7 @@ class Search:
         self._window = engine.window or self._shape.window
         self._row_bytes = self._shape.kv_bytes_per_token(engine.kv_dtype or engine.dtype)
         self._least = fewest_devices(self._shape, self._device, self._window, engine.dtype)
-        if self._least > self.goal.max_devices:
+        if engine.calibration is None and self._least > self.goal.max_devices:
             raise ConfigError(
                 f"{self._shape.name} does not fit: it takes {self._least} {self._device.name}, and --max-devices is "
                 f"{self.goal.max_devices}"
@@ -77,7 +77,7 @@ class Search:
         """Find the cheapest engine. `progress` is told how far the simulation under way is, 0 to 1. Raises: ConfigError, where the
         goal cannot be met; the message says how close it comes."""
         self._progress = progress
-        # Measured times are those of one machine: more devices would only cost more.
+        # Measured times are those of one machine, whatever the number of devices.
         most = self.goal.max_devices if self.scenario.engine.calibration is None else self._least
         for count in device_counts(self._least, most):
             if self.best is not None and count * self._rates.device_hour(self._device.name) >= self.best.hourly.total:

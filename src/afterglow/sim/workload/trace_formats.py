@@ -288,7 +288,7 @@ def _agents(trace: str, name: str, start: float, row: Mapping[str, Any]) -> Iter
             raise BadLine(f"a request must be an object, not {shown(request)}")
         time = real(request, "t")
         if request.get("type") == "subagent":
-            yield from _agents(trace, f"{name}/{request.get('agent_id') or number}", start + time, request)
+            yield from _agents(trace, f"{name}/{request.get('agent_id')} ({number})", start + time, request)
         else:
             asked.append(_asked(request, time, asked[-1] if asked else None))
     if asked:

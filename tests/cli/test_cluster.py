@@ -162,8 +162,10 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b'{"error": {"code": "engine_dead"}}')
     def log_message(self, *args): ...
-if dead.with_suffix(".deaf").exists():
+deaf = dead.with_suffix(".deaf")
+if deaf.exists():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    deaf.unlink()
 HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 SUPERVISOR = """
@@ -201,13 +203,15 @@ def test_a_server_whose_engine_has_died_is_started_again(tmp_path: Path, deaf: b
         assert process.stderr.readline() == "server: its engine has died\n"
         assert process.stderr.readline().startswith(f"server has ended with exit code {-9 if deaf else -15}")
         wait_for(lambda: not (tmp_path / "server").exists(), 60)  # which the next one removes
-        (tmp_path / "server.deaf").unlink(missing_ok=True)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:
         limit.cancel()
         process.kill()
-        process.communicate()
+        process.wait()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
 
 
 # ----------------------------------------------------------------------------------------------- with vllm-router

@@ -133,7 +133,7 @@ def test_agents_that_an_agent_starts_come_in_order_of_time(tmp_path: Path) -> No
     child = {"t": 50.0, "type": "subagent", "agent_id": "x", "requests": AGENTIC["requests"], **shared}
     rows = [{**AGENTIC, "requests": [*AGENTIC["requests"], child]}, {**AGENTIC, "id": "two"}]  # type: ignore[misc]
     found = list(TraceSource(write(tmp_path / "t", rows), rate=1.0))
-    assert [c.name for c in found] == ["one (session 1)", "two (session 2)", "one (session 1)/x (0)"]
+    assert [c.name for c in found] == ["one (session 1)", "two (session 2)", "one (session 1)/x (3)"]
     assert [c.start for c in found] == sorted(c.start for c in found)
     first, child_first = next(iter(found[0].turns)), next(iter(found[2].turns))
     assert found[2].start == found[0].start + 50.0 == child_first.arrival

@@ -221,7 +221,7 @@ class Publisher:
         if self._replays is not None:
             poller.register(self._replays, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll(1000 * AGAIN_SECONDS if self._lost else None))
+            ready = dict(poller.poll(int(1000 * AGAIN_SECONDS) if self._lost else None))
             if self._woken in ready:
                 os.read(self._woken, 4096)
             if self._replays is not None and self._replays in ready:

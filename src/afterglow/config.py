@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field, fields
+from os.path import expanduser
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -90,15 +91,13 @@ def argument(default: Any, metavar: str, help: str) -> Any:
 
 
 def check_types(config: object) -> None:
-    """Compare the numbers, switches, texts and folders of a dataclass with the types of its fields; a folder may be a str.
-
-    Raises: ConfigError, naming the field and its value.
-    """
+    """Compare the numbers, switches, texts and folders of a dataclass with the types of its fields; a folder may be a str, with
+    `~`. Raises: ConfigError, naming the field and its value."""
     for name, kind in get_type_hints(type(config)).items():
         kinds = get_args(kind) or (kind,)
         value = getattr(config, name)
         if Path in kinds and isinstance(value, str):
-            object.__setattr__(config, name, Path(value))
+            object.__setattr__(config, name, Path(expanduser(value)))
         elif get_origin(kind) in (None, UnionType) and all(isinstance(each, type) for each in kinds):
             fits = kinds if float not in kinds else (*kinds, int)
             if not isinstance(value, fits) or (isinstance(value, bool) and bool not in kinds):

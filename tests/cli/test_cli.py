@@ -209,6 +209,33 @@ def test_input_that_is_no_text(command: str) -> None:
     assert result.stderr.count(b"\n") == 1
 
 
+MAIN = [sys.executable, "-m", "afterglow.cli"]
+
+
+def test_a_reader_that_has_gone_and_a_full_disk_end_a_command_quietly(tmp_path: Path) -> None:
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as gone:
+        result = subprocess.run([*MAIN, "bench"], stdout=gone, stderr=subprocess.PIPE, timeout=120, env=env)
+    assert (result.returncode, result.stderr) == (141, b"")
+    if Path("/dev/full").exists():
+        with open("/dev/full", "w") as full:
+            result = subprocess.run([*MAIN, "bench"], stdout=full, stderr=subprocess.PIPE, timeout=120, env=env)
+        said = b"afterglow: error: there is no space left where standard output, or a file, is written\n"
+        assert (result.returncode, result.stderr) == (2, said)
+
+
+def test_streams_that_are_closed_or_know_few_characters(tmp_path: Path) -> None:
+    closed = subprocess.run(
+        ["sh", "-c", f"{' '.join(MAIN)} memo add /no/folder <&- 2>&-"], capture_output=True, timeout=120
+    )
+    assert (closed.returncode, closed.stdout) == (2, b"")
+    env = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    result = subprocess.run([*MAIN, "serve", "--help"], capture_output=True, timeout=120, env=env)
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize("name", ["multiturn", "disk", "engine", "overhead"])
 def test_benchmarks_show_their_own_options(name: str) -> None:
     """With a text for each option."""

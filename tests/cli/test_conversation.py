@@ -23,7 +23,7 @@ from afterglow.cli.conversation import (
 from afterglow.errors import RequestError
 from afterglow.library.language_model import LanguageModel
 from afterglow.request import Reasoning, SamplingParams
-from tests.cli.kit import BUNDLED, SMALL, afterglow
+from tests.cli.kit import BUNDLED, SMALL, afterglow, inside
 from tests.reasoning_templates import QWEN, TAGGED, THOUGHT
 from tests.scripted_model import scripted
 from tests.server.conftest import REPLY, running
@@ -45,6 +45,25 @@ def test_chat_over_pipes(url: str) -> None:
     assert len(notes) == 3
     assert re.fullmatch(r"\[\d+ prompt tokens, 0 cached, first token after \d+ ms\]", notes[0])
     assert re.search(r"\d+ cached \(host \d+\)", notes[2])
+
+
+def test_what_the_environment_says_of_servers_here_does_not_lead_a_chat_away(url: str) -> None:
+    """A proxy, and the model that `afterglow serve` takes on this machine."""
+    proxy = "http://127.0.0.1:9"
+    env = {"AFTERGLOW_MODEL": "/models/another", "HTTP_PROXY": proxy, "http_proxy": proxy, "ALL_PROXY": proxy}
+    result = afterglow("chat", "--url", url, input="hello\n", **env)
+    assert (result.returncode, result.stdout.splitlines()) == (0, [REPLY])
+    assert afterglow("cache", "stats", "--server", url, **env).returncode == 0
+
+
+@pytest.mark.parametrize("command", [("chat", "--url"), ("cache", "stats", "--server")])
+def test_a_key_that_no_request_can_carry_is_not_shown(command: tuple[str, ...]) -> None:
+    result = inside(*command, "http://127.0.0.1:9", "--api-key", "sk-secret\n")
+    assert result.returncode == 2
+    assert result.stderr.startswith(
+        "afterglow: error: --api-key must be printable ASCII without white space at its ends"
+    )
+    assert "secret" not in result.stderr
 
 
 class Canned:

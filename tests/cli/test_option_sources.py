@@ -170,6 +170,31 @@ def test_an_empty_key_in_a_variable_does_not_leave_the_server_open(
     assert result.stderr == f"afterglow: error: {variable} cannot be empty\n"
 
 
+@pytest.mark.parametrize("text", ["api_key: []\n", "serve: {api-key: []}\n", None])
+def test_an_empty_list_of_keys_does_not_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    (file := tmp_path / "a.yaml").write_text(text or "")
+    if text is None:
+        monkeypatch.setenv("AFTERGLOW_API_KEY", "[]")
+    result = inside("serve", "/no/model", "--config", str(file))
+    assert result.returncode == 2
+    assert "is an empty list; give a key, or leave it out" in result.stderr
+
+
+@pytest.mark.parametrize("place", ["file", "variable", "option"])
+def test_a_home_is_found_wherever_a_folder_is_named(
+    called: Called, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    (file := tmp_path / "a.yaml").write_text("cache_dir: ~/kv\n" if place == "file" else "")
+    if place == "variable":
+        monkeypatch.setenv("AFTERGLOW_CACHE_DIR", "~/kv")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert inside("serve", *(["--cache-dir=~/kv"] if place == "option" else []), "--config", str(file)).returncode == 0
+    assert called[0][2].cache.cache_dir == tmp_path / "kv"
+    assert CacheConfig(cache_dir="~/kv").cache_dir == tmp_path / "kv"  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [

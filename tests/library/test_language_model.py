@@ -89,6 +89,23 @@ def test_leaving_a_stream_cancels_the_request(model: LanguageModel) -> None:
     assert len(reply.tokens) < 200
 
 
+def test_a_reply_is_generated_once(model: LanguageModel) -> None:
+    reply = model.stream("The boat is", GREEDY)
+    first = next(iter(reply))
+    with pytest.raises(RequestError, match="was begun already"):
+        "".join(reply)
+    assert reply.text.startswith(first)
+    whole = model.stream("The boat is", GREEDY)
+    text = "".join(whole)
+    assert ("".join(whole), whole.text) == ("", text), "one that has ended has nothing more to tell"
+
+
+def test_prompts_may_come_from_a_generator(model: LanguageModel) -> None:
+    prompts = ["The boat is", "The mill is"]
+    made = model.generate((each for each in prompts), GREEDY)  # type: ignore[arg-type]
+    assert [each.tokens for each in made] == [each.tokens for each in model.generate(prompts, GREEDY)]
+
+
 def test_a_conversation_finds_the_turn_before_with_the_generated_ids(model: LanguageModel) -> None:
     first = model.chat(FACT, GREEDY, salt="a conversation")
     longer = [*FACT, {"role": "assistant", "content": first.text}, {"role": "user", "content": "Where do I live?"}]

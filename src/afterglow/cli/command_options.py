@@ -9,6 +9,7 @@ from typing import Any
 from afterglow.config import argument, option
 from afterglow.errors import ConfigError
 from afterglow.memo.options import MemoReuse
+from afterglow.server.server_config import check_key
 
 TEMPLATE = (
     "Put each text into this prompt, at {text}. The default is none for models that were made to embed, and a request for "
@@ -69,6 +70,9 @@ class ChatOptions:
         None,
         "End a reply after so many tokens. The default is 1024, and 48 with afterglow-small.",
     )
+
+    def __post_init__(self) -> None:
+        check_key("--api-key", self.api_key or None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +226,9 @@ class CacheAccess:
         None, "See the conversations of requests with this cache_salt. The default is none.", metavar="SALT"
     )
     as_json: bool = option(False, _JSON, names=("--json",))
+
+    def __post_init__(self) -> None:
+        check_key("--api-key", self.api_key or None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import MISSING
 from typing import Annotated
@@ -24,6 +23,7 @@ from afterglow.cli.command_options import (
 from afterglow.cli.memo_commands import memo_app
 from afterglow.cli.option_sources import Given
 from afterglow.cli.parameters import Only, command, usage_line
+from afterglow.cli.terminal import ReaderGone, complete_streams, give_up_output
 from afterglow.config import EngineConfig, argument
 from afterglow.errors import AfterglowError, ConfigError, ModelError, UserError
 from afterglow.server.server_config import ServerConfig
@@ -247,6 +247,7 @@ def plan(
 
 def run() -> int:
     """Run the command that the arguments name, and return the exit code. A mistake is one line."""
+    complete_streams()
     try:
         code = app(prog_name="afterglow", standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -259,9 +260,8 @@ def run() -> int:
     except typer.Abort:  # the input ended where an answer was wanted
         print("afterglow: nothing was done", file=sys.stderr)
         return 1
-    except BrokenPipeError:
-        # The reader (head, less) has gone; Python must not complain about it when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except ReaderGone:
+        give_up_output()
         return 141
     except typer.TyperException as error:
         if type(error).__name__ != "NoArgsIsHelpError":  # that one has shown its help

@@ -109,6 +109,11 @@ class RemoteSpeaker:
     ) -> None:
         import httpx
 
+        from afterglow.server.lifecycle.address import (
+            asks_proxies,
+            untrusted,
+        )  # what it imports is not needed otherwise
+
         base = (url if "://" in url else f"http://{url}").rstrip("/")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:
@@ -116,11 +121,10 @@ class RemoteSpeaker:
                 base_url=base if base.endswith("/v1") else f"{base}/v1",
                 headers=headers,
                 timeout=httpx.Timeout(10, read=None),
+                trust_env=asks_proxies(base),
             )
             self._model = model or self._first_model()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
-            from afterglow.server.lifecycle.address import untrusted  # what it imports is not needed otherwise
-
             raise ConfigError(f"no server answers at {url}: {untrusted(error) or error}") from None
         # Only options that were given: servers that do not know a field may refuse it.
         wanted = {**sampling, "max_tokens": max_tokens}
@@ -212,7 +216,8 @@ def chat(model: str | None, config: EngineConfig, options: ChatOptions, sampling
     if options.url is not None:
         own = (each.name for kind in (EngineConfig, CacheConfig) for each in fields(kind))
         given.refuse(own, "beside --url: a server has options of its own")
-        return converse(RemoteSpeaker(options.url, options.api_key, model, max_tokens, drawn), options.system)
+        asked = model if "model" in given.typed else None  # a file or a variable names the model of servers here
+        return converse(RemoteSpeaker(options.url, options.api_key, asked, max_tokens, drawn), options.system)
     given.refuse(("api_key",), "without --url: it is for a server")
     path = find_model(model)
     bundled = model_name(model, path) == BUNDLED

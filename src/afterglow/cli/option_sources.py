@@ -100,6 +100,8 @@ def read_sources(context: typer.Context, path: str | None) -> str | None:
             value = _listed(value, source)
         elif not several and isinstance(value, list):
             raise ConfigError(f"{source.where} must be one value, not a list; {source.remedy}")
+        if value == [] and str(parameter.name).endswith("_key"):  # a mistake must not leave a server open
+            raise ConfigError(f"{source.where} is an empty list; give a key, or leave it out")
         values[parameter.name] = value
     context.default_map = values
     context.meta[NAMES] = {name: found[name][1] for name in values}

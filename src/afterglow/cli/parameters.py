@@ -6,17 +6,22 @@ where `config.argument` made it; a field that is a dataclass itself contributes 
 
 from __future__ import annotations
 
+import errno
 import inspect
+import os
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
 from afterglow.choices import ReadBuffer, SizeOrAuto
 from afterglow.cli.option_sources import NAMES, Given, given_in, read_sources
+from afterglow.cli.terminal import ReaderGone, give_up_output
 from afterglow.config import parse_size
 from afterglow.errors import ConfigError, UserError
 
@@ -73,6 +78,14 @@ def command(app: typer.Typer, name: str, **settings: Any) -> Callable[[F], F]:
                     context.obj.parsed = Parsed(built, given)
                     return
                 code = run(**built, **{name: known[hint] for name, hint in hints.items() if hint in known})
+                sys.stdout.flush()
+            except BrokenPipeError:
+                raise ReaderGone from None
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                give_up_output()
+                raise ConfigError("there is no space left where standard output, or a file, is written") from None
             except UserError as error:
                 error.args = (given.named(str(error)),)
                 raise
@@ -127,7 +140,10 @@ def _split(hint: Any) -> tuple[Any, Only | Field[Any] | None]:
 def _build(name: str, kind: Any, values: dict[str, Any]) -> Any:
     """Build a config from the values of its options, or one value; lists become tuples, which frozen dataclasses hold."""
     if not is_dataclass(kind):
-        return tuple(values[name]) if isinstance(values[name], list) else values[name]
+        value = values[name]
+        if isinstance(value, Path):  # a shell leaves --option=~/folder as it is, and files and variables know no shell
+            value = Path(os.path.expanduser(value))
+        return tuple(value) if isinstance(value, list) else value
     inner = typing.get_type_hints(kind).items()
     made = {each: _build(each, of, values) for each, of in inner if is_dataclass(of) or each in values}
     return kind(**made)  # type: ignore[operator]

@@ -10,7 +10,13 @@ from urllib.parse import quote
 
 from afterglow.cli.command_options import CacheAccess
 from afterglow.errors import ConfigError
-from afterglow.server.lifecycle.address import address_of, certificate_of_holder, client_context, untrusted
+from afterglow.server.lifecycle.address import (
+    address_of,
+    asks_proxies,
+    certificate_of_holder,
+    client_context,
+    untrusted,
+)
 from afterglow.store.admin import NamespaceInfo
 
 TIMEOUT_S = 10.0
@@ -68,6 +74,7 @@ class ServerClient:
                 json=body,
                 timeout=timeout,
                 verify=verify,
+                trust_env=asks_proxies(self.url),
             )
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             raise ConfigError(f"no server answers at {self.url}: {untrusted(error) or error}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,25 @@ from afterglow.errors import ConfigError
 from afterglow.request import CachedTokens
 
 Report = Callable[[str, int, int], None]  # what, done, total
+
+
+class ReaderGone(Exception):
+    """What reads standard output (head, less) has gone. No OSError: typer has an end of its own for such."""
+
+
+def complete_streams() -> None:
+    """Put nothing in the place of standard streams that are closed, and let a locale without a character show it as an escape."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def give_up_output() -> None:
+    """Let Python not complain about standard output when it flushes it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

@@ -68,7 +68,7 @@ class LanguageModel:
         `sampling` is for prompts that are text: a `Request` has its own. `stop`: a string that ends a reply, and is left
         out of its text, or several. Raises: RequestError.
         """
-        given = [prompts] if isinstance(prompts, str | Request) else prompts
+        given = [prompts] if isinstance(prompts, str | Request) else [*prompts]
         for prompt in given:
             if not isinstance(prompt, str | Request):
                 raise RequestError(f"a prompt must be text or a Request, got {prompt!r}; token ids go into a Request")

@@ -7,6 +7,7 @@ from contextlib import closing
 from math import inf
 from typing import TYPE_CHECKING
 
+from afterglow.errors import RequestError
 from afterglow.field_types import packed, refuse
 from afterglow.request import CachedTokens, Completion, Content, Output, Part, Request, TokenLogprob
 from afterglow.text import ChatPrompt, Tokenizer
@@ -58,6 +59,7 @@ class TextReply:
         )
         self._thinks = told is not None
         self._logprobs: list[TokenLogprob] = []
+        self._begun = False
 
     def __iter__(self) -> Iterator[str]:
         """Generate the reply and yield its text. Raises: RequestError."""
@@ -71,6 +73,11 @@ class TextReply:
         Raises: RequestError."""
         if self.ended:  # and has been told
             return
+        if self._begun:
+            raise RequestError(
+                "this reply was begun already, and ended where its loop was left; go through it once, or ask anew"
+            )
+        self._begun = True
         with closing(generated(self._engine, [self])) as pieces:
             for _, piece in pieces:
                 yield from piece.parts

@@ -21,6 +21,15 @@ _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s?#@]+")  # as brow
 _KEY = re.compile(r"[!-~]([ -~]*[!-~])?")  # as headers carry it
 
 
+def check_key(option: str, key: str | None) -> None:
+    """Check that a request can carry a key. Raises: ConfigError, which does not show it."""
+    if key is not None and not _KEY.fullmatch(key):
+        raise ConfigError(
+            f"{option} must be printable ASCII without white space at its ends, since no request could carry it "
+            "otherwise; take the white space away (a line end, perhaps), or choose another key"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig(MemoReuse):
     """Options of the HTTP server: address, keys, limits, TLS, embeddings."""
@@ -155,11 +164,7 @@ class ServerConfig(MemoReuse):
         for name, key in (*keys, ("--admin-key", self.admin_key), ("--metrics-key", self.metrics_key)):
             if key == "":
                 raise ConfigError(f"{name} cannot be empty")
-            if key is not None and not _KEY.fullmatch(key):
-                raise ConfigError(
-                    f"{name} must be printable ASCII without white space at its ends, since no request could carry it "
-                    "otherwise; take the white space away (a line end, perhaps), or choose another key"
-                )
+            check_key(name, key)
         if self.metrics_key is not None and self.metrics_key in (*self.api_key, self.admin_key):
             raise ConfigError("--metrics-key opens /metrics alone: it must not be the --admin-key nor an --api-key")
         if unknown := set(self.urgent_key) - {*self.api_key, *([self.admin_key] if self.admin_key else [])}:

@@ -73,6 +73,16 @@ def reachable(url: str, machine: str) -> str | None:
     return None if local and not here else url
 
 
+def asks_proxies(url: str) -> bool:
+    """Tell whether a client of a URL may go through the proxies that the environment names: not to this machine, without TLS."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+    except ValueError:
+        return True
+    return parts.scheme == "https" or not (host in ("localhost", "::1") or host.startswith("127."))
+
+
 _CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 
 

@@ -141,12 +141,15 @@ def _build(name: str, kind: Any, values: dict[str, Any]) -> Any:
     """Build a config from the values of its options, or one value; lists become tuples, which frozen dataclasses hold."""
     if not is_dataclass(kind):
         value = values[name]
-        if isinstance(value, Path):  # a shell leaves --option=~/folder as it is, and files and variables know no shell
-            value = Path(os.path.expanduser(value))
-        return tuple(value) if isinstance(value, list) else value
+        return tuple(map(_at_home, value)) if isinstance(value, list) else _at_home(value)
     inner = typing.get_type_hints(kind).items()
     made = {each: _build(each, of, values) for each, of in inner if is_dataclass(of) or each in values}
     return kind(**made)  # type: ignore[operator]
+
+
+def _at_home(value: Any) -> Any:
+    """Expand the `~` of a path: a shell leaves that of --option=~/folder, and files and variables know no shell."""
+    return Path(os.path.expanduser(value)) if isinstance(value, Path) else value
 
 
 def _parameters(name: str, kind: Any, about: Only | Field[Any] | None = None) -> list[inspect.Parameter]:

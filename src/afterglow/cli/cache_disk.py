@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -21,9 +22,16 @@ from afterglow.server.lifecycle.address import address_of
 from afterglow.store import admin
 from afterglow.store.admin import NamespaceInfo
 from afterglow.store.database import conversations
-from afterglow.store.namespace.namespace import DESCRIPTION, LOCK, Namespace, locked
+from afterglow.store.namespace.namespace import CATALOG, DESCRIPTION, EXTENTS, LOCK, Namespace, locked
 from afterglow.store.places import bytes_below
 from afterglow.store.places import remove as remove_path
+from afterglow.store.shared import notices
+
+# What a namespace holds, with SQLite's files beside it, and what was being written or was set aside.
+_OWN = re.compile(
+    rf"\.tmp-.+|({'|'.join(map(re.escape, (DESCRIPTION, LOCK, CATALOG, EXTENTS, conversations.FILE, notices.FILE)))})"
+    r"(\.new|\.damaged|-wal|-shm|-journal)*"
+)
 
 
 def ls(access: CacheListing, extents: bool) -> int:
@@ -159,7 +167,7 @@ def check(folder: CacheFolder, repair: bool) -> int:
             try:
                 counted = partial(report, f"Checking {info.path.name}")
                 result = admin.check(info.path, repair=repair, progress=counted)
-            except (ConfigError, StoreError) as error:
+            except (ConfigError, StoreError, OSError) as error:
                 failed, busy = True, busy or (repair and info.holder is not None)
                 reports.append({"namespace": info.path.name, "ok": False, "error": str(error)})
                 if not folder.as_json:
@@ -192,8 +200,10 @@ def check(folder: CacheFolder, repair: bool) -> int:
 
 
 def clear(folder: CacheFolder, yes: bool) -> int:
-    """Empty namespaces, and return the exit code. Raises: ConfigError, if a process holds one."""
+    """Empty namespaces, and return the exit code. Raises: ConfigError, before anything is deleted, if a process holds one, or one
+    holds what no cache writes; StoreError."""
     found = select(folder.cache_dir, folder.namespace)
+    _refuse(found)
     total = sum(info.bytes for info in found)
     if found and not yes:
         if not sys.stdin.isatty():
@@ -203,15 +213,34 @@ def clear(folder: CacheFolder, yes: bool) -> int:
         if answer.strip().lower() not in ("y", "yes"):
             print("nothing was deleted")
             return 1
-    freed = {info.path.name: _clear(info) for info in found}
-    if folder.as_json:
-        print_json([{"namespace": name, "bytes_freed": size} for name, size in freed.items()])
-    else:
-        for name, size in freed.items():
-            print(f"{name}: {format_size(size)} freed")
-        if not freed:
-            print("there was nothing to delete")
+    done: list[dict[str, Any]] = []
+    try:
+        for info in found:
+            done.append({"namespace": info.path.name, "bytes_freed": _clear(info)})
+            if not folder.as_json:
+                print(f"{info.path.name}: {format_size(done[-1]['bytes_freed'])} freed")
+    finally:
+        if folder.as_json:
+            print_json(done)
+    if not found and not folder.as_json:
+        print("there was nothing to delete")
     return 0
+
+
+def _refuse(found: Sequence[NamespaceInfo]) -> None:
+    """Refuse to clear what a process holds, or what may not be a namespace. Raises: ConfigError."""
+    for info in found:
+        if info.holder is not None:
+            raise ConfigError(
+                f"{info.path} is in use by {info.holder}, and nothing was deleted; stop that process, or name another namespace"
+            )
+    for info in found:
+        # A description that cannot be read may be a file of that name that belongs to another program.
+        if info.description is None and (strange := [entry.name for entry in _entries(info.path, own=False)]):
+            raise ConfigError(
+                f"{info.path} holds {', '.join(sorted(strange))}, which this version does not know, and nothing was deleted; "
+                "if the folder is a cache's, delete it yourself"
+            )
 
 
 def _clear(info: NamespaceInfo) -> int:
@@ -231,21 +260,29 @@ def _clear(info: NamespaceInfo) -> int:
 
 
 def _empty(path: Path) -> None:
-    """Remove everything in a namespace of another version, or with a damaged description. Raises: ConfigError, OSError."""
+    """Remove what a namespace of another version, or with a damaged description, is known to hold. Raises: ConfigError, OSError."""
     with locked(path):
         # The description last: with it the rest is still found if this ends half-way. The lock's file stays: a process
         # that waits for the lock must not hold another file of that name.
-        for entry in sorted(path.iterdir(), key=lambda entry: entry.name == DESCRIPTION):
+        for entry in sorted(_entries(path, own=True), key=lambda entry: entry.name == DESCRIPTION):
             if entry.name != LOCK:
                 remove_path(entry)
+
+
+def _entries(path: Path, own: bool) -> list[Path]:
+    """List the entries of a folder that have names of a namespace's, or those that have not. Raises: ConfigError."""
+    try:
+        return [entry for entry in path.iterdir() if (_OWN.fullmatch(entry.name) is not None) == own]
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def select(cache_dir: Path | None, namespace: str | None) -> Sequence[NamespaceInfo]:
     """List all namespaces, or the one whose name begins with `namespace`. Raises: ConfigError."""
     folder = cache_dir or default_cache_dir()
-    if cache_dir is not None and not cache_dir.is_dir():
+    found = admin.list_namespaces(folder, _left_out)
+    if cache_dir is not None and not found and not cache_dir.is_dir():
         raise ConfigError(f"there is no cache directory {cache_dir}")
-    found = admin.list_namespaces(folder)
     if namespace is None:
         return found
     fitting = [info for info in found if info.path.name.startswith(namespace)]
@@ -255,6 +292,10 @@ def select(cache_dir: Path | None, namespace: str | None) -> Sequence[NamespaceI
         what = "no namespace is" if not fitting else "several namespaces are"
         raise ConfigError(f"{what} called {namespace!r} in {folder}; there are: {names}")
     return exact or fitting
+
+
+def _left_out(path: Path, error: OSError) -> None:
+    print(f"afterglow: {path} is left out, for it cannot be looked at: {error.strerror}", file=sys.stderr)
 
 
 def _facts(info: NamespaceInfo) -> dict[str, Any]:

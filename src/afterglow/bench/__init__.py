@@ -23,6 +23,8 @@ NAMES = {
 
 def run(name: str, args: Sequence[str]) -> int:
     """Run one benchmark with its own arguments (`--quick`, `--json FILE`, ...); returns the exit code."""
+    if name.startswith("-"):
+        raise ConfigError(f"give the name of a benchmark before its options: afterglow bench NAME {name}")
     if name not in NAMES:
         raise ConfigError(f"no benchmark {name!r}; there are {', '.join(NAMES)}")
     module = importlib.import_module(f"afterglow.bench.{name}")

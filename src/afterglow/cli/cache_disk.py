@@ -37,10 +37,10 @@ _OWN = re.compile(
 def ls(access: CacheListing, extents: bool) -> int:
     """List namespaces; of one, or of a server, the conversations; the extents where no server can be asked."""
     if access.server is not None:
-        return _conversations(ServerClient(access.server, access), access.as_json)
+        return _conversations(ServerClient(access.server, access), access.json)
     found = select(access.cache_dir, access.namespace)
     if access.namespace is None and not extents:
-        if access.as_json:
+        if access.json:
             print_json([_facts(info) for info in found])
         else:
             _show(("namespace", "extents", "tokens", "size", "last used", "held by"), [*map(_row, found)])
@@ -48,12 +48,12 @@ def ls(access: CacheListing, extents: bool) -> int:
         return 0
     if found and found[0].holder is not None and not extents:
         try:
-            return _conversations(server_of(found[0], access), access.as_json)
+            return _conversations(server_of(found[0], access), access.json)
         except ConfigError as error:
             print(f"afterglow: {error}; these are the extents on disk:", file=sys.stderr)
     records = [record for info in found for record in admin.list_extents(info.path)]
     prompts = {extent: name for info in found for extent, name in admin.registered_prompts(info.path).items()}
-    if access.as_json:
+    if access.json:
         print_json([_extent_facts(record, prompts.get(record.id)) for record in records])
     else:
         heads = ("extent", "after", "kind", "tokens", "size", "hits", "last used", "pinned")
@@ -125,7 +125,7 @@ def stats(access: CacheListing) -> int:
     """Show the contents of the disk, and the statistics of each server that holds a namespace."""
     if access.server is not None:
         said = ServerClient(access.server, access).stats()
-        if access.as_json:
+        if access.json:
             print_json(said)
         else:
             lines(nested(said))
@@ -139,14 +139,14 @@ def stats(access: CacheListing) -> int:
             except ConfigError as error:
                 print(f"afterglow: {error}; these are the figures of the disk", file=sys.stderr)
         reports.append({**facts, "server": live})
-        if not access.as_json:
+        if not access.json:
             shown = facts | {"bytes": format_size(info.bytes), "last_used": _ago(info.last_used)}
             print(shown.pop("namespace"))
             lines(nested(shown, "  "))
             if live is not None:
                 print("  its server, for this key")
                 lines(nested(live, "    "))
-    if access.as_json:
+    if access.json:
         print_json(reports)
     elif not reports:
         print(NOTHING)
@@ -170,7 +170,7 @@ def check(folder: CacheFolder, repair: bool) -> int:
             except (ConfigError, StoreError, OSError) as error:
                 failed, busy = True, busy or (repair and info.holder is not None)
                 reports.append({"namespace": info.path.name, "ok": False, "error": str(error)})
-                if not folder.as_json:
+                if not folder.json:
                     print(f"{info.path.name}: {error}")
                 continue
         failed |= not result.ok
@@ -184,7 +184,7 @@ def check(folder: CacheFolder, repair: bool) -> int:
                 "problems": [asdict(problem) for problem in result.problems],
             }
         )
-        if not folder.as_json:
+        if not folder.json:
             for problem in result.problems:
                 print(f"{info.path.name}: {problem.kind} {problem.name}: {problem.detail}")
             count = len(result.problems)
@@ -192,7 +192,7 @@ def check(folder: CacheFolder, repair: bool) -> int:
             if count:
                 verdict += ", all repaired" if result.repaired else "; --repair mends them"
             print(f"{info.path.name}: {result.extents} extents, {format_size(result.bytes)}: {verdict}")
-    if folder.as_json:
+    if folder.json:
         print_json(reports)
     elif not reports:
         print(NOTHING)
@@ -217,12 +217,12 @@ def clear(folder: CacheFolder, yes: bool) -> int:
     try:
         for info in found:
             done.append({"namespace": info.path.name, "bytes_freed": _clear(info)})
-            if not folder.as_json:
+            if not folder.json:
                 print(f"{info.path.name}: {format_size(done[-1]['bytes_freed'])} freed")
     finally:
-        if folder.as_json:
+        if folder.json:
             print_json(done)
-    if not found and not folder.as_json:
+    if not found and not folder.json:
         print("there was nothing to delete")
     return 0
 

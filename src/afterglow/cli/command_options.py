@@ -198,7 +198,7 @@ class CacheFolder:
 
     namespace: str | None = argument(None, "NAMESPACE", _NAMESPACE)
     cache_dir: Path | None = option(None, _CACHE_DIR)
-    as_json: bool = option(False, _JSON, names=("--json",))
+    json: bool = option(False, _JSON, names=("--json",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +221,7 @@ class CacheAccess:
     cache_salt: str | None = option(
         None, "See the conversations of requests with this cache_salt. The default is none.", metavar="SALT"
     )
-    as_json: bool = option(False, _JSON, names=("--json",))
+    json: bool = option(False, _JSON, names=("--json",))
 
 
 @dataclass(frozen=True, kw_only=True)

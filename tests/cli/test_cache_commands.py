@@ -7,7 +7,10 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from unittest import mock
 
@@ -82,6 +85,60 @@ def test_what_a_server_does_not_do_is_said(
     assert result.returncode in (1, 2)
     assert says in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_name_arrives_as_it_is_or_is_refused(keyed: Running) -> None:
+    names = ("..", ".", "a/../b", "..%2F", "v1.5")
+    for name in names:
+        keyed.openai("two").chat.completions.create(
+            model="fake-model", messages=[{"role": "user", "content": "hi"}], extra_body={"session_id": name}
+        )
+    for name in names:
+        removed = ask(keyed, "rm", "--json", name, key="two")
+        assert [(each["name"], each["deleted"]) for each in json.loads(removed.stdout)] == [(name, True)]
+    for command in ("pin", "rm", "unregister"):
+        refused = ask(keyed, command, "\udcff", "--json")
+        assert refused.returncode == 1
+        assert "the name '\\udcff' is not UTF-8" in refused.stderr
+
+
+@contextmanager
+def other_server(answer: bytes) -> Iterator[str]:
+    """Run a server that answers everything with the same JSON, and yield its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        do_PUT = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "answer", [{"models": []}, {"data": None}, {"data": [1]}, {"data": [{"id": "m"}]}, {"data": [{"cached_tokens": 1}]}]
+)
+def test_an_answer_of_another_kind_of_server_is_said(tmp_path: Path, answer: object) -> None:
+    (tmp_path / "prompt").write_text("hi")
+    with other_server(json.dumps(answer).encode()) as url:
+        for command in (("ls",), ("register", "x", str(tmp_path / "prompt"))):
+            result = inside("cache", *command, "--server", url)
+            assert result.returncode == 2
+            assert f"the server at {url} answers other than Afterglow's" in result.stderr
 
 
 def test_a_holder_that_is_no_server_is_said(tmp_path: Path) -> None:

@@ -80,10 +80,12 @@ def register(
     from afterglow.server.server_config import read_prompt
 
     text = read_prompt(file, "the file")
-    done = _server(access).register(name, text)
+    server = _server(access)
+    done = server.register(name, text)
     if access.json:
         print_json(done)
-    else:
+        return 0
+    with server.understood():
         print(f"{name}: {done['tokens']} tokens, {done['prefilled_tokens']} computed now; kept in all tiers")
     return 0
 

@@ -94,24 +94,25 @@ def _conversations(server: ServerClient, as_json: bool) -> int:
     if as_json:
         print_json([*prompts, *sessions])
         return 0
-    shown = [
-        (
-            prompt["name"],
-            *_sizes(prompt),
-            *("-", "never", "system prompt of all tenants" if prompt["shared"] else "system prompt"),
-        )
-        for prompt in prompts
-    ]
-    shown += [
-        (
-            session["name"],
-            *_sizes(session),
-            _ago(session["last_used"]),
-            "never" if session["expires"] is None else _until(session["expires"]),
-            "yes" if session["pinned"] else "-",
-        )
-        for session in sessions
-    ]
+    with server.understood():
+        shown = [
+            (
+                prompt["name"],
+                *_sizes(prompt),
+                *("-", "never", "system prompt of all tenants" if prompt["shared"] else "system prompt"),
+            )
+            for prompt in prompts
+        ]
+        shown += [
+            (
+                session["name"],
+                *_sizes(session),
+                _ago(session["last_used"]),
+                "never" if session["expires"] is None else _until(session["expires"]),
+                "yes" if session["pinned"] else "-",
+            )
+            for session in sessions
+        ]
     _show(("conversation", "tokens", "device", "host", "disk", "last used", "expires", "pinned"), shown)
     return 0
 

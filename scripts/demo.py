@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 from rich.console import Console
 from rich.table import Table
 
+from afterglow.bench import plain_environment
 from afterglow.library.locate import ABOUT_BUNDLED, BUNDLED, default_model
 
 START_SECONDS = 120
@@ -56,25 +57,29 @@ class Server:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         began = time.perf_counter()
-        log = (BUILD / f"demo-{self.name}.log").open("ab")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "afterglow.cli", "serve", "--port", str(port), *self.options],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        path = BUILD / f"demo-{self.name}.log"
+        with path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "afterglow.cli", "serve", "--port", str(port), *self.options],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=plain_environment(),
+            )
         url = f"http://127.0.0.1:{port}"
         while True:
             if self.process.poll() is not None:
-                sys.exit(f"the {self.name} server ended with {self.process.returncode}; see {log.name}")
+                sys.exit(f"the {self.name} server ended with {self.process.returncode}; see {path}")
             try:
-                if httpx.get(f"{url}/health", timeout=1).status_code == 200:
+                if httpx.get(f"{url}/health", timeout=1, trust_env=False).status_code == 200:
                     break
             except httpx.HTTPError:
                 pass
             if time.perf_counter() - began > START_SECONDS:
-                sys.exit(f"the {self.name} server did not answer within {START_SECONDS} s; see {log.name}")
+                sys.exit(f"the {self.name} server did not answer within {START_SECONDS} s; see {path}")
             time.sleep(0.05)
-        self.client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        # No proxy leads there.
+        client = DefaultHttpxClient(trust_env=False)
+        self.client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=client)
         return time.perf_counter() - began
 
     def stop(self) -> float:
@@ -82,6 +87,8 @@ class Server:
         if self.process is None:
             return 0.0
         began = time.perf_counter()
+        if self.client is not None:
+            self.client.close()
         self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(60)

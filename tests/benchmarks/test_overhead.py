@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import subprocess
 from contextlib import ExitStack
@@ -31,6 +32,16 @@ def test_a_server_needs_no_port_that_was_free_before(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(subprocess, "Popen", take)
         with overhead.model_server([str(MODEL), "--disk-cache", "0", "--threads", "1"]) as url:
             assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "m"
+
+
+@pytest.mark.skipif(not (MODEL / "config.json").is_file(), reason="no bundled model here")
+def test_variables_change_neither_the_server_nor_the_way_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AFTERGLOW_API_KEY", "secret")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    first, last, _ = overhead.http_overhead(random.Random(0), 2, 1)
+    assert 0 < first["http_ms"] <= last["http_ms"]
 
 
 def in_turn() -> dict[str, Any]:

@@ -7,12 +7,14 @@ import random
 import subprocess
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from afterglow.bench import report
+from afterglow.bench import calibrate, disk, multiturn, report
 from afterglow.bench.report import COUNTED, arguments, finish, goal, interleaved, spread, verdict
+from afterglow.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -120,3 +122,64 @@ def test_a_commit_is_that_of_the_sources(tmp_path: Path, monkeypatch: pytest.Mon
 def test_results_say_which_instructions_the_processor_has() -> None:
     """Processors of one name differ in them, and the compiled kernels differ by factors."""
     assert report.hardware()["instructions"] == torch.backends.cpu.get_cpu_capability()
+
+
+@pytest.mark.parametrize("path", ["{folder}", "{folder}/file/x.json", "{folder}/" + "x" * 300])
+def test_a_file_that_cannot_be_written_is_refused_at_once(
+    tmp_path: Path, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    path = path.format(folder=tmp_path)
+    with pytest.raises(SystemExit):
+        arguments("x", "").parse_args(["--json", path])
+    assert f"argument --json: {path} " in capsys.readouterr().err
+
+
+def test_a_file_may_be_new_and_its_folder_too(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "x.json"
+    options = arguments("x", "").parse_args(["--json", str(path)])
+    assert list(tmp_path.iterdir()) == []
+    finish(options, [], [])
+    assert json.loads(path.read_text())["rows"] == []
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match=f"--json {path} cannot be written: Is a directory"):
+        finish(options, [], [])
+
+
+def test_a_file_in_a_folder_of_others_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)
+    for read in (arguments("x", "").parse_args, disk.main):
+        with pytest.raises(SystemExit):
+            read(["--json", str(tmp_path / "x.json")])
+        assert f"you have no right to write {tmp_path}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        disk.main(["--cache-dir", str(tmp_path)])
+    assert f"no right to write into the folder {tmp_path}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", [disk, multiturn, calibrate])
+@pytest.mark.parametrize(("name", "says"), [("missing", "there is no folder"), ("x" * 300, "x")])
+def test_a_cache_directory_that_is_not_there(
+    tmp_path: Path, module: Any, name: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        module.main(["--cache-dir", str(tmp_path / name)])
+    assert end.value.code == 2
+    assert f"argument --cache-dir: {says}" in capsys.readouterr().err.replace(str(tmp_path / name), name)
+
+
+def test_threads_that_would_change_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        disk.main(["--threads", "4"])
+    assert "unrecognized arguments: --threads 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", [b"# A readme\n", b"\xff\xfe", b'{"op": "plan"}\n', b'{"op": "schedule"}\n', b"[]\n"])
+def test_a_file_that_is_no_journal_is_named(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "README.md"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=f"--journal {path} is no whole journal"):
+        calibrate.main(["--journal", str(path)])

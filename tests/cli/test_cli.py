@@ -164,6 +164,11 @@ def test_flags_become_settings() -> None:
         (["embed", "a", "--threshold", "0.9"], 2, "--threshold does nothing without --memo"),
         (["serve", "--memo-mode", "on"], 2, "--memo-mode does nothing without --memo"),
         (["bench", "nothing"], 2, "no benchmark 'nothing'"),
+        (
+            ["bench", "--seed", "3", "disk"],
+            2,
+            "give the name of a benchmark before its options: afterglow bench NAME --seed",
+        ),
         (["cache", "ls", "--cache-dir", "/no/such/folder"], 2, "there is no cache directory"),
         (["frobnicate"], 2, "no such command 'frobnicate'"),
     ],

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -266,6 +268,25 @@ def test_a_variable_belongs_to_one_option() -> None:
     known = options_by_command(get_command(app))
     of_one = {f"{command}_{name}" for command, names in known.items() for name in names}
     assert not of_one & set().union(*known.values())
+
+
+def test_an_option_has_one_name_in_files_variables_and_on_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parameters(command: Any) -> Iterator[Any]:
+        yield from command.params
+        for inner in getattr(command, "commands", {}).values():
+            yield from parameters(inner)
+
+    options = [each for each in parameters(get_command(app)) if each.param_type_name == "option"]
+    assert len(options) > 100
+    assert not [each for each in options if f"--{each.name.replace('_', '-')}" not in each.opts]
+    path = tmp_path / "options.yaml"
+    path.write_text("cache: {json: true}")
+    ls = ("cache", "ls", "--cache-dir", str(tmp_path))
+    assert inside(*ls, "--config", str(path)).stdout == "[]\n"
+    monkeypatch.setenv("AFTERGLOW_JSON", "true")
+    assert inside(*ls).stdout == "[]\n"
 
 
 def test_completion_knows_commands_options_and_choices() -> None:

@@ -195,7 +195,7 @@ def test_beside_a_running_process(tmp_path, filled):
     with Kit(tmp_path) as kit:
         kit.put(7, 64, (0,))
         assert check(filled).problems == []
-        (info,) = admin.list_namespaces(tmp_path)
+        (info,) = admin.list_namespaces(tmp_path, pytest.fail)
         assert info.holder.pid == os.getpid()
         assert info.extents == 6
         for forbidden in (admin.clear, lambda path: check(path, repair=True)):
@@ -206,9 +206,9 @@ def test_beside_a_running_process(tmp_path, filled):
 
 
 def test_lists_and_figures(tmp_path, filled):
-    assert admin.list_namespaces(tmp_path / "nowhere") == []
+    assert admin.list_namespaces(tmp_path / "nowhere", pytest.fail) == []
     (tmp_path / "something else").mkdir()
-    (info,) = admin.list_namespaces(tmp_path)
+    (info,) = admin.list_namespaces(tmp_path, pytest.fail)
     assert (info.path, info.extents, info.rows, info.last_used) == (filled, 5, 500, 4.0)
     assert info.bytes == sum(f.stat().st_size for f in filled.rglob("*") if f.is_file())
     assert info.description.layout == ALIGNED
@@ -221,7 +221,7 @@ def test_other_formats_are_listed_with_their_problem(tmp_path, filled):
     described = json.loads(file.read_text()) | {"format": 9}
     del described["crc32c"]
     file.write_text(json.dumps(described))
-    (info,) = admin.list_namespaces(tmp_path)
+    (info,) = admin.list_namespaces(tmp_path, pytest.fail)
     assert info.description is None
     assert "format 9" in info.problem
     with pytest.raises(ConfigError, match="format 9"):

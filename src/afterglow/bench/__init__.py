@@ -7,6 +7,7 @@ repeat spread (the same variant against itself), below which no difference means
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Sequence
 
 from afterglow.errors import ConfigError
@@ -23,7 +24,14 @@ NAMES = {
 
 def run(name: str, args: Sequence[str]) -> int:
     """Run one benchmark with its own arguments (`--quick`, `--json FILE`, ...); returns the exit code."""
+    if name.startswith("-"):
+        raise ConfigError(f"give the name of a benchmark before its options: afterglow bench NAME {name}")
     if name not in NAMES:
         raise ConfigError(f"no benchmark {name!r}; there are {', '.join(NAMES)}")
     module = importlib.import_module(f"afterglow.bench.{name}")
     return int(module.main(list(args)))
+
+
+def plain_environment() -> dict[str, str]:
+    """Return the variables for a server that is measured: without AFTERGLOW_..., which would give it a key, a certificate or other options."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("AFTERGLOW_")}

@@ -7,15 +7,15 @@ a server has written (`afterglow serve --journal FILE`) instead.
 
 from __future__ import annotations
 
-import json
 import random
 import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from afterglow.bench.report import arguments, show
+from afterglow.bench.report import arguments, show, writable_folder, write_json
 from afterglow.bench.timed_requests import ask, running, words
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
@@ -32,7 +32,7 @@ def main(args: Sequence[str]) -> int:
     parser = arguments("afterglow bench calibrate", (__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="bench-100m", help="preset or model directory (default bench-100m)")
     parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest context (default 1024)")
-    parser.add_argument("--cache-dir", type=Path, help="folder of the disk tier (default: a temporary one)")
+    parser.add_argument("--cache-dir", type=writable_folder, help="folder of the disk tier (default: a temporary one)")
     parser.add_argument("--journal", type=Path, metavar="FILE", help="fit this journal, and run nothing")
     options = parser.parse_args(args)
     if options.longest < 256:
@@ -47,9 +47,7 @@ def main(args: Sequence[str]) -> int:
     )
     show("disk", ("", "MB/s"), [("read", found.disk_read / 1e6), ("write", found.disk_write / 1e6)])
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(found.packed(), indent=1) + "\n")
-        print(f"written to {options.json}")
+        write_json(options.json, found.packed())
     else:
         print("--json FILE keeps it, for `afterglow simulate --calibration FILE`")
     return 0
@@ -57,8 +55,9 @@ def main(args: Sequence[str]) -> int:
 
 def _calibration(options: Any, folder: Path) -> Calibration:
     if options.journal is not None:
+        found = _fitted(options.journal, options.model)
         with _engine(options.model, options.longest, folder, options.threads, disk_cache=0) as probe:
-            return calibrate(_lines(options.journal), options.model, _row_bytes(probe))
+            return replace(found, kv_bytes_per_token=_row_bytes(probe))
     return measured_calibration(options.model, options.longest, options.seed, folder, options.threads, options.quick)
 
 
@@ -83,9 +82,18 @@ def _row_bytes(engine: Engine) -> int:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text().splitlines()
+        return path.read_text("utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _fitted(journal: Path, model: str) -> Calibration:
+    """Fit what a server's journal says, before a model is loaded for the size of its rows. Raises: ConfigError."""
+    try:
+        return calibrate(_lines(journal), model, 0)
+    # A line may be JSON and no journal's. UnicodeDecodeError is a ValueError.
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--journal {journal} is no whole journal (serve --journal writes one): {error}") from error
 
 
 def _engine(

@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from afterglow.bench.report import arguments, finish, goal, interleaved, show, spread
+from afterglow.bench.report import arguments, finish, goal, interleaved, show, spread, writable_folder
 from afterglow.errors import ConfigError
 from afterglow.memory.pages import allocate
 from afterglow.model.presets import PRESETS
@@ -40,10 +40,12 @@ What = Literal["read", "write"]
 
 def main(args: Sequence[str]) -> int:
     """`afterglow bench disk`."""
-    parser = arguments("afterglow bench disk", (__doc__ or "").splitlines()[0])
+    parser = arguments("afterglow bench disk", (__doc__ or "").splitlines()[0], threads=False)
     parser.add_argument("--rows", type=int, nargs="+", default=[1024, 256, 64], help="rows of an extent")
     parser.add_argument("--mib", type=int, default=192, help="what each measurement moves, in MiB (default 192)")
-    parser.add_argument("--cache-dir", type=Path, help="folder on the disk to measure (default: a temporary one)")
+    parser.add_argument(
+        "--cache-dir", type=writable_folder, help="folder on the disk to measure (default: a temporary one)"
+    )
     options = parser.parse_args(args)
     load = [os.getloadavg()[0]]
     rows: list[dict[str, Any]] = []

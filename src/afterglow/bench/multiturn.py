@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from afterglow.bench.report import arguments, finish, goal, interleaved, show, spread
+from afterglow.bench.report import arguments, finish, goal, interleaved, show, spread, writable_folder
 from afterglow.bench.timed_requests import greedy, running, words
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
@@ -31,7 +31,7 @@ def main(args: Sequence[str]) -> int:
         help="lengths of the history (default 256 1024 2048)",
     )
     parser.add_argument("--new", type=int, default=64, help="new tokens of the turn (default 64)")
-    parser.add_argument("--cache-dir", type=Path, help="folder of the disk tier (default: a temporary one)")
+    parser.add_argument("--cache-dir", type=writable_folder, help="folder of the disk tier (default: a temporary one)")
     options = parser.parse_args(args)
     repeats = 3 if options.quick else 9
     with tempfile.TemporaryDirectory(prefix="afterglow-bench-", dir=options.cache_dir) as folder:

@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 
+from afterglow.bench import plain_environment
 from afterglow.bench.report import arguments, finish, goal, show, spread
 from afterglow.bench.timed_requests import greedy, running, words
 from afterglow.config import CacheConfig, EngineConfig
@@ -69,7 +70,7 @@ def http_overhead(rng: random.Random, repeats: int, threads: int | None) -> list
     with (
         running(model, config) as engine,
         model_server([model, "--disk-cache", "0", *extra]) as url,
-        httpx.Client(timeout=60) as client,
+        httpx.Client(timeout=60, trust_env=False) as client,  # no proxy leads there
     ):
         prompts = iter(lambda: [rng.randrange(300, engine.vocab_size) for _ in range(PROMPT)], None)
         for _ in range(repeats + 2):
@@ -158,6 +159,7 @@ def model_server(args: list[str]) -> Iterator[str]:
             [sys.executable, "-m", "afterglow.cli", "serve", *args, "--port", "0", "--served-model-name", "m"],
             stdout=log,
             stderr=subprocess.STDOUT,
+            env=plain_environment(),
         )
         try:
             yield _address(process, log.fileno())
@@ -172,7 +174,7 @@ def _address(process: subprocess.Popen[bytes], log: int) -> str:
         said = os.pread(log, 1 << 20, 0).decode(errors="replace")  # which leaves alone where the server writes
         if found := re.search(r" at (http://\S+)/v1\n", said):
             with suppress(httpx.HTTPError):
-                if httpx.get(f"{found[1]}/health", timeout=1).status_code == 200:
+                if httpx.get(f"{found[1]}/health", timeout=1, trust_env=False).status_code == 200:
                     return found[1]
         if process.poll() is not None:
             raise RuntimeError(f"the server ended: {said[-2000:]}")

@@ -18,15 +18,62 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from afterglow.errors import ConfigError
 
-def arguments(prog: str, description: str) -> argparse.ArgumentParser:
-    """A parser with the options that every benchmark takes."""
+
+def arguments(prog: str, description: str, threads: bool = True) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark takes. `threads`: whether it computes, with as many threads as one likes."""
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--quick", action="store_true", help="fewer repeats: about a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--json", type=writable_file, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and prompts (default 0)")
-    parser.add_argument("--threads", type=int, default=None, help="compute threads (default: all cores)")
+    if threads:
+        parser.add_argument("--threads", type=int, default=None, help="compute threads (default: all cores)")
     return parser
+
+
+def writable_file(text: str) -> Path:
+    """Check the place of a file before minutes are spent; missing folders are made when it is written. Raises: ArgumentTypeError."""
+    path = Path(text)
+    near = path.absolute()
+    try:
+        while not near.exists():
+            near = near.parent
+        folder = near.is_dir()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from None
+    there = near == path.absolute()
+    if there and folder:
+        raise argparse.ArgumentTypeError(f"{text} is a folder; give the name of a file in it")
+    if not (there or folder):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {near} is no folder")
+    if not os.access(near, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: you have no right to write {near}")
+    return path
+
+
+def writable_folder(text: str) -> Path:
+    """Check a folder that temporary files go into. Raises: ArgumentTypeError."""
+    path = Path(text)
+    try:
+        folder = path.is_dir()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be used: {error.strerror}") from None
+    if not folder:
+        raise argparse.ArgumentTypeError(f"there is no folder {text}; make it first")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"you have no right to write into the folder {text}")
+    return path
+
+
+def write_json(path: Path, found: object) -> None:
+    """Write results to a file, and say so. Raises: ConfigError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error
+    print(f"written to {path}")
 
 
 def hardware() -> dict[str, Any]:
@@ -149,7 +196,4 @@ def finish(options: argparse.Namespace, rows: list[dict[str, Any]], goals: list[
         counts = Counter(map(verdict, goals))
         print(", ".join(f"{counts[word]} {word}" for word in ("met", "within noise", "MISSED")))
     if path is not None:
-        facts = {**about(options), "rows": rows, "goals": goals, **more}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(facts, indent=1) + "\n")
-        print(f"written to {path}")
+        write_json(path, {**about(options), "rows": rows, "goals": goals, **more})

@@ -52,19 +52,19 @@ def stats(access: CacheListing) -> int:
 @command(cache_app, "pin")
 def pin(names: Conversations, access: CacheAccess) -> int:
     """Keep conversations in the cache of a running server until they are unpinned."""
-    return _each(names, partial(_server(access).pin, pinned=True), "pinned", access.as_json)
+    return _each(names, partial(_server(access).pin, pinned=True), "pinned", access.json)
 
 
 @command(cache_app, "unpin")
 def unpin(names: Conversations, access: CacheAccess) -> int:
     """Let pinned conversations be evicted again."""
-    return _each(names, partial(_server(access).pin, pinned=False), "not pinned any more", access.as_json)
+    return _each(names, partial(_server(access).pin, pinned=False), "not pinned any more", access.json)
 
 
 @command(cache_app, "rm")
 def rm(names: Conversations, access: CacheAccess) -> int:
     """Remove conversations from all tiers of a running server's cache."""
-    return _each(names, _server(access).remove, "removed", access.as_json)
+    return _each(names, _server(access).remove, "removed", access.json)
 
 
 @command(cache_app, "register")
@@ -80,10 +80,12 @@ def register(
     from afterglow.server.server_config import read_prompt
 
     text = read_prompt(file, "the file")
-    done = _server(access).register(name, text)
-    if access.as_json:
+    server = _server(access)
+    done = server.register(name, text)
+    if access.json:
         print_json(done)
-    else:
+        return 0
+    with server.understood():
         print(f"{name}: {done['tokens']} tokens, {done['prefilled_tokens']} computed now; kept in all tiers")
     return 0
 
@@ -94,7 +96,7 @@ def unregister(
     access: CacheAccess,
 ) -> int:
     """Keep registered system prompts no longer, nor put them before requests."""
-    return _each(names, _server(access).unregister, "not registered any more", access.as_json)
+    return _each(names, _server(access).unregister, "not registered any more", access.json)
 
 
 @command(cache_app, "check")

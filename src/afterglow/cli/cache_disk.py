@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -21,18 +22,25 @@ from afterglow.server.lifecycle.address import address_of
 from afterglow.store import admin
 from afterglow.store.admin import NamespaceInfo
 from afterglow.store.database import conversations
-from afterglow.store.namespace.namespace import DESCRIPTION, LOCK, Namespace, locked
+from afterglow.store.namespace.namespace import CATALOG, DESCRIPTION, EXTENTS, LOCK, Namespace, locked
 from afterglow.store.places import bytes_below
 from afterglow.store.places import remove as remove_path
+from afterglow.store.shared import notices
+
+# What a namespace holds, with SQLite's files beside it, and what was being written or was set aside.
+_OWN = re.compile(
+    rf"\.tmp-.+|({'|'.join(map(re.escape, (DESCRIPTION, LOCK, CATALOG, EXTENTS, conversations.FILE, notices.FILE)))})"
+    r"(\.new|\.damaged|-wal|-shm|-journal)*"
+)
 
 
 def ls(access: CacheListing, extents: bool) -> int:
     """List namespaces; of one, or of a server, the conversations; the extents where no server can be asked."""
     if access.server is not None:
-        return _conversations(ServerClient(access.server, access), access.as_json)
+        return _conversations(ServerClient(access.server, access), access.json)
     found = select(access.cache_dir, access.namespace)
     if access.namespace is None and not extents:
-        if access.as_json:
+        if access.json:
             print_json([_facts(info) for info in found])
         else:
             _show(("namespace", "extents", "tokens", "size", "last used", "held by"), [*map(_row, found)])
@@ -40,12 +48,12 @@ def ls(access: CacheListing, extents: bool) -> int:
         return 0
     if found and found[0].holder is not None and not extents:
         try:
-            return _conversations(server_of(found[0], access), access.as_json)
+            return _conversations(server_of(found[0], access), access.json)
         except ConfigError as error:
             print(f"afterglow: {error}; these are the extents on disk:", file=sys.stderr)
     records = [record for info in found for record in admin.list_extents(info.path)]
     prompts = {extent: name for info in found for extent, name in admin.registered_prompts(info.path).items()}
-    if access.as_json:
+    if access.json:
         print_json([_extent_facts(record, prompts.get(record.id)) for record in records])
     else:
         heads = ("extent", "after", "kind", "tokens", "size", "hits", "last used", "pinned")
@@ -86,24 +94,25 @@ def _conversations(server: ServerClient, as_json: bool) -> int:
     if as_json:
         print_json([*prompts, *sessions])
         return 0
-    shown = [
-        (
-            prompt["name"],
-            *_sizes(prompt),
-            *("-", "never", "system prompt of all tenants" if prompt["shared"] else "system prompt"),
-        )
-        for prompt in prompts
-    ]
-    shown += [
-        (
-            session["name"],
-            *_sizes(session),
-            _ago(session["last_used"]),
-            "never" if session["expires"] is None else _until(session["expires"]),
-            "yes" if session["pinned"] else "-",
-        )
-        for session in sessions
-    ]
+    with server.understood():
+        shown = [
+            (
+                prompt["name"],
+                *_sizes(prompt),
+                *("-", "never", "system prompt of all tenants" if prompt["shared"] else "system prompt"),
+            )
+            for prompt in prompts
+        ]
+        shown += [
+            (
+                session["name"],
+                *_sizes(session),
+                _ago(session["last_used"]),
+                "never" if session["expires"] is None else _until(session["expires"]),
+                "yes" if session["pinned"] else "-",
+            )
+            for session in sessions
+        ]
     _show(("conversation", "tokens", "device", "host", "disk", "last used", "expires", "pinned"), shown)
     return 0
 
@@ -117,7 +126,7 @@ def stats(access: CacheListing) -> int:
     """Show the contents of the disk, and the statistics of each server that holds a namespace."""
     if access.server is not None:
         said = ServerClient(access.server, access).stats()
-        if access.as_json:
+        if access.json:
             print_json(said)
         else:
             lines(nested(said))
@@ -131,14 +140,14 @@ def stats(access: CacheListing) -> int:
             except ConfigError as error:
                 print(f"afterglow: {error}; these are the figures of the disk", file=sys.stderr)
         reports.append({**facts, "server": live})
-        if not access.as_json:
+        if not access.json:
             shown = facts | {"bytes": format_size(info.bytes), "last_used": _ago(info.last_used)}
             print(shown.pop("namespace"))
             lines(nested(shown, "  "))
             if live is not None:
                 print("  its server, for this key")
                 lines(nested(live, "    "))
-    if access.as_json:
+    if access.json:
         print_json(reports)
     elif not reports:
         print(NOTHING)
@@ -159,10 +168,10 @@ def check(folder: CacheFolder, repair: bool) -> int:
             try:
                 counted = partial(report, f"Checking {info.path.name}")
                 result = admin.check(info.path, repair=repair, progress=counted)
-            except (ConfigError, StoreError) as error:
+            except (ConfigError, StoreError, OSError) as error:
                 failed, busy = True, busy or (repair and info.holder is not None)
                 reports.append({"namespace": info.path.name, "ok": False, "error": str(error)})
-                if not folder.as_json:
+                if not folder.json:
                     print(f"{info.path.name}: {error}")
                 continue
         failed |= not result.ok
@@ -176,7 +185,7 @@ def check(folder: CacheFolder, repair: bool) -> int:
                 "problems": [asdict(problem) for problem in result.problems],
             }
         )
-        if not folder.as_json:
+        if not folder.json:
             for problem in result.problems:
                 print(f"{info.path.name}: {problem.kind} {problem.name}: {problem.detail}")
             count = len(result.problems)
@@ -184,7 +193,7 @@ def check(folder: CacheFolder, repair: bool) -> int:
             if count:
                 verdict += ", all repaired" if result.repaired else "; --repair mends them"
             print(f"{info.path.name}: {result.extents} extents, {format_size(result.bytes)}: {verdict}")
-    if folder.as_json:
+    if folder.json:
         print_json(reports)
     elif not reports:
         print(NOTHING)
@@ -192,8 +201,10 @@ def check(folder: CacheFolder, repair: bool) -> int:
 
 
 def clear(folder: CacheFolder, yes: bool) -> int:
-    """Empty namespaces, and return the exit code. Raises: ConfigError, if a process holds one."""
+    """Empty namespaces, and return the exit code. Raises: ConfigError, before anything is deleted, if a process holds one, or one
+    holds what no cache writes; StoreError."""
     found = select(folder.cache_dir, folder.namespace)
+    _refuse(found)
     total = sum(info.bytes for info in found)
     if found and not yes:
         if not sys.stdin.isatty():
@@ -203,15 +214,34 @@ def clear(folder: CacheFolder, yes: bool) -> int:
         if answer.strip().lower() not in ("y", "yes"):
             print("nothing was deleted")
             return 1
-    freed = {info.path.name: _clear(info) for info in found}
-    if folder.as_json:
-        print_json([{"namespace": name, "bytes_freed": size} for name, size in freed.items()])
-    else:
-        for name, size in freed.items():
-            print(f"{name}: {format_size(size)} freed")
-        if not freed:
-            print("there was nothing to delete")
+    done: list[dict[str, Any]] = []
+    try:
+        for info in found:
+            done.append({"namespace": info.path.name, "bytes_freed": _clear(info)})
+            if not folder.json:
+                print(f"{info.path.name}: {format_size(done[-1]['bytes_freed'])} freed")
+    finally:
+        if folder.json:
+            print_json(done)
+    if not found and not folder.json:
+        print("there was nothing to delete")
     return 0
+
+
+def _refuse(found: Sequence[NamespaceInfo]) -> None:
+    """Refuse to clear what a process holds, or what may not be a namespace. Raises: ConfigError."""
+    for info in found:
+        if info.holder is not None:
+            raise ConfigError(
+                f"{info.path} is in use by {info.holder}, and nothing was deleted; stop that process, or name another namespace"
+            )
+    for info in found:
+        # A description that cannot be read may be a file of that name that belongs to another program.
+        if info.description is None and (strange := [entry.name for entry in _entries(info.path, own=False)]):
+            raise ConfigError(
+                f"{info.path} holds {', '.join(sorted(strange))}, which this version does not know, and nothing was deleted; "
+                "if the folder is a cache's, delete it yourself"
+            )
 
 
 def _clear(info: NamespaceInfo) -> int:
@@ -231,21 +261,29 @@ def _clear(info: NamespaceInfo) -> int:
 
 
 def _empty(path: Path) -> None:
-    """Remove everything in a namespace of another version, or with a damaged description. Raises: ConfigError, OSError."""
+    """Remove what a namespace of another version, or with a damaged description, is known to hold. Raises: ConfigError, OSError."""
     with locked(path):
         # The description last: with it the rest is still found if this ends half-way. The lock's file stays: a process
         # that waits for the lock must not hold another file of that name.
-        for entry in sorted(path.iterdir(), key=lambda entry: entry.name == DESCRIPTION):
+        for entry in sorted(_entries(path, own=True), key=lambda entry: entry.name == DESCRIPTION):
             if entry.name != LOCK:
                 remove_path(entry)
+
+
+def _entries(path: Path, own: bool) -> list[Path]:
+    """List the entries of a folder that have names of a namespace's, or those that have not. Raises: ConfigError."""
+    try:
+        return [entry for entry in path.iterdir() if (_OWN.fullmatch(entry.name) is not None) == own]
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def select(cache_dir: Path | None, namespace: str | None) -> Sequence[NamespaceInfo]:
     """List all namespaces, or the one whose name begins with `namespace`. Raises: ConfigError."""
     folder = cache_dir or default_cache_dir()
-    if cache_dir is not None and not cache_dir.is_dir():
+    found = admin.list_namespaces(folder, _left_out)
+    if cache_dir is not None and not found and not cache_dir.is_dir():
         raise ConfigError(f"there is no cache directory {cache_dir}")
-    found = admin.list_namespaces(folder)
     if namespace is None:
         return found
     fitting = [info for info in found if info.path.name.startswith(namespace)]
@@ -255,6 +293,10 @@ def select(cache_dir: Path | None, namespace: str | None) -> Sequence[NamespaceI
         what = "no namespace is" if not fitting else "several namespaces are"
         raise ConfigError(f"{what} called {namespace!r} in {folder}; there are: {names}")
     return exact or fitting
+
+
+def _left_out(path: Path, error: OSError) -> None:
+    print(f"afterglow: {path} is left out, for it cannot be looked at: {error.strerror}", file=sys.stderr)
 
 
 def _facts(info: NamespaceInfo) -> dict[str, Any]:

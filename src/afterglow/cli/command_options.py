@@ -202,7 +202,7 @@ class CacheFolder:
 
     namespace: str | None = argument(None, "NAMESPACE", _NAMESPACE)
     cache_dir: Path | None = option(None, _CACHE_DIR)
-    as_json: bool = option(False, _JSON, names=("--json",))
+    json: bool = option(False, _JSON, names=("--json",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +225,7 @@ class CacheAccess:
     cache_salt: str | None = option(
         None, "See the conversations of requests with this cache_salt. The default is none.", metavar="SALT"
     )
-    as_json: bool = option(False, _JSON, names=("--json",))
+    json: bool = option(False, _JSON, names=("--json",))
 
     def __post_init__(self) -> None:
         check_key("--api-key", self.api_key or None)

@@ -73,9 +73,9 @@ def add(
 @command(memo_app, "check")
 def check(
     folder: Folder,
-    as_json: Annotated[bool, option(False, "Print JSON for programs instead of lines.", names=("--json",))],
+    json: Annotated[bool, option(False, "Print JSON for programs instead of lines.", names=("--json",))],
 ) -> int:
     """Verify every stored byte; exit code 1 if something is damaged. Damaged texts are computed, as if not stored."""
     from afterglow.cli import memo_databases
 
-    return memo_databases.check(folder, as_json)
+    return memo_databases.check(folder, json)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -34,7 +34,8 @@ class ServerClient:
 
     def sessions(self) -> list[dict[str, Any]]:
         """List conversations."""
-        return list(self._ask("GET", "/v1/cache/sessions")["data"])
+        with self.understood():
+            return list(self._ask("GET", "/v1/cache/sessions")["data"])
 
     def stats(self) -> dict[str, Any]:
         """Return the server's statistics."""
@@ -42,23 +43,34 @@ class ServerClient:
 
     def pin(self, name: str, pinned: bool) -> dict[str, Any]:
         """Pin or unpin a conversation."""
-        return self._ask("POST", f"/v1/cache/sessions/{quote(name, safe='')}/{'pin' if pinned else 'unpin'}")
+        return self._ask("POST", f"/v1/cache/sessions/{_quoted(name)}/{'pin' if pinned else 'unpin'}")
 
     def remove(self, name: str) -> dict[str, Any]:
         """Remove a conversation from all tiers."""
-        return self._ask("DELETE", f"/v1/cache/sessions/{quote(name, safe='')}")
+        return self._ask("DELETE", f"/v1/cache/sessions/{_quoted(name)}")
 
     def prompts(self) -> list[dict[str, Any]]:
         """List registered system prompts."""
-        return list(self._ask("GET", "/v1/cache/prompts")["data"])
+        with self.understood():
+            return list(self._ask("GET", "/v1/cache/prompts")["data"])
 
     def register(self, name: str, text: str) -> dict[str, Any]:
         """Register a system prompt, and wait until it is computed."""
-        return self._ask("PUT", f"/v1/cache/prompts/{quote(name, safe='')}", {"text": text}, COMPUTING_S)
+        return self._ask("PUT", f"/v1/cache/prompts/{_quoted(name)}", {"text": text}, COMPUTING_S)
 
     def unregister(self, name: str) -> dict[str, Any]:
         """Unregister a system prompt."""
-        return self._ask("DELETE", f"/v1/cache/prompts/{quote(name, safe='')}")
+        return self._ask("DELETE", f"/v1/cache/prompts/{_quoted(name)}")
+
+    @contextlib.contextmanager
+    def understood(self) -> Iterator[None]:
+        """Read an answer of the server in this block. Raises: ConfigError, where the answer lacks what Afterglow's have."""
+        try:
+            yield
+        except (LookupError, TypeError):
+            raise ConfigError(
+                f"the server at {self.url} answers other than Afterglow's; name one of these with --server"
+            ) from None
 
     def _ask(self, method: str, path: str, body: object = None, timeout: float = TIMEOUT_S) -> dict[str, Any]:
         import httpx
@@ -87,6 +99,14 @@ class ServerClient:
             with contextlib.suppress(LookupError, TypeError):
                 raise ConfigError(f"the server at {self.url} says: {found['error']['message']}")
         raise ConfigError(f"the server at {self.url} answers {answer.status_code}: {json.dumps(answer.text[:200])}")
+
+
+def _quoted(name: str) -> str:
+    """Write a name as a part of a URL's path; dots too, for `..` would lead to another path. Raises: ConfigError."""
+    try:
+        return quote(name, safe="").replace(".", "%2E")
+    except UnicodeEncodeError:
+        raise ConfigError(f"the name {name!r} is not UTF-8, as all names of a server are") from None
 
 
 def server_of(info: NamespaceInfo, access: CacheAccess) -> ServerClient:

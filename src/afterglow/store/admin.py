@@ -91,11 +91,26 @@ class Report:
         return not self.problems or self.repaired
 
 
-def list_namespaces(cache_dir: Path) -> list[NamespaceInfo]:
-    """List every namespace under a cache directory, by name; those of other versions with their problem."""
-    if not cache_dir.is_dir():
-        return []
-    return [stats(path) for path in sorted(cache_dir.iterdir()) if is_namespace(path)]
+def list_namespaces(cache_dir: Path, left_out: Callable[[Path, OSError], None]) -> list[NamespaceInfo]:
+    """List every namespace under a cache directory, by name; those of other versions with their problem.
+
+    `left_out` is called for an entry that cannot be looked at, such as another user's namespace.
+
+    Raises:
+        ConfigError: the cache directory cannot be read.
+    """
+    try:
+        entries = sorted(cache_dir.iterdir()) if cache_dir.is_dir() else []
+    except OSError as error:
+        raise ConfigError(f"the cache directory {cache_dir} cannot be read: {error.strerror}") from error
+    found = []
+    for path in entries:
+        try:
+            if is_namespace(path):
+                found.append(stats(path))
+        except OSError as error:
+            left_out(path, error)
+    return found
 
 
 def stats(path: Path) -> NamespaceInfo:
@@ -142,7 +157,7 @@ def registered_prompts(path: Path) -> dict[str, str]:
             while last in records:
                 found[last] = name
                 last = records[last].parent
-    except (sqlite3.Error, UnicodeDecodeError, ValueError, TypeError, ConfigError, StoreError):
+    except (sqlite3.Error, ValueError, TypeError, OSError, ConfigError, StoreError):
         return found  # it is for show
     return found
 

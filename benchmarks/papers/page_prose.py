@@ -109,7 +109,7 @@ def before_one_call() -> str:
         "prefixes, without caches, passes wait 17 to 19 ms instead of 28 to 30, in chunks of 16 rows 26 to 28 instead of 70 to 77; the whole takes 134 to 140 ms instead of 150 to 164, and guesses lengthen it no more. With the "
         "models and caches of `importance_io`, on the disk as it is, +RO +SC waits 3.2 and 4.4 ms instead of 3.7 and 6.1, which is within what repeats differ by; on a disk of 60 MB/s guesses hide 7 % of the waiting instead of none. So all "
         "shares of waiting in these tables, and the loss by guesses with heads of 16, have to be measured again. Nor did the requests that count have recordings of their own then: a quarter to a third of "
-        "them had the importance of a request in the warm-up. With heads of 64 that made a TTFT of 1/1.9 of H2O with LFU's out of 1/1.7 (`importance_wide`).\n"
+        "them had the importance of a request in the warm-up. With heads of 64 that made a TTFT of 1/1.9 of H2O with LFU's out of 1/1.7.\n"
     )
 
 

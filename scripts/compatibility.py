@@ -25,8 +25,8 @@ KITS = "tests.model.families_hf"
 HEAD = """# Compatibility
 
 `python -m scripts.compatibility --write` makes this page from the tables that the tests are parametrised with, and a test holds it up to
-date. A cell says that a test has such a case with a small random model of that type; empty: there is no such test. What is not
-listed here is refused by name.
+date. A cell says that a test has such a case with a small random model of that type; empty: there is no such test. Types of models
+that are not listed here are refused by name; [quantization.md](quantization.md) lists the kinds of weights.
 """
 
 

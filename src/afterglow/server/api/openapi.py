@@ -57,6 +57,7 @@ ERRORS = {
     429: "Too many requests wait already; try again later.",
     500: "The server failed.",
     503: "The server is starting, stopping, too busy, or has partly failed; try again later.",
+    507: "A system prompt could not be kept on disk.",
 }
 
 

@@ -151,7 +151,7 @@ ENTRIES = (
         "importance_io",
         "A disk of 2 GB/s, heads of 16",
         r"the disk as it is: (TTFT, loading everything|waiting for I/O|\+ITF \+RO( \+SC)?( \+SP)?: TTFT)",
-        "The files come out of the system's page cache, at 2 GB/s and more. Loading a whole prefix takes 102 ms in all, most of it hidden behind "
+        "The files come out of the system's page cache, at 2 GB/s and more. Loading a whole prefix takes 102 ms in all, mostly hidden behind "
         "computing. SPEC waits 7 to 8 ms in each of its forms. The same form measured twice took 118 and 115 ms.",
         (
             "Rows put together by importance: 6 MB instead of 13, and 5 % faster on such a disk.",

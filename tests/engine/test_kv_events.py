@@ -104,7 +104,7 @@ def truth(cache: Cache, salts: dict[str, str]) -> View:
 
 
 def matched(cache: Cache, salts: dict[str, str], salt: str, path: bytes) -> View:
-    """List what prompts under a salt match of a path, if they are parts of it, or all of it."""
+    """List what prompts under a salt match of a path, if they are parts of that path, or all."""
     found: View = set()
     stops = {*range(BLOCK_ROWS, len(path) // 4, BLOCK_ROWS), len(path) // 4}
     for stop in stops:

@@ -115,6 +115,7 @@ def test_what_cannot_be_told_is_told_when_the_store_answers_in_its_order(world: 
     world.bucket.down = True
     a.tell({"name": "one"})
     a.state("pin", {"text": ""})
+    world.now += 1
     a.withdraw("pin", {"name": "unpin"})
     a.state("prompt", {"text": ""})
     with pytest.raises(StoreError):
@@ -148,7 +149,7 @@ def test_what_fails_alone_holds_nothing_else_up(world: World, monkeypatch: pytes
     assert (b.facts()["pin"]["text"], a.waiting) == ("", {"pin"})
     a.do_late()
     assert b.facts()["pin"]["text"] == "newer"
-    assert names(b) == ["unpin"], "of those that have found it stated meanwhile"
+    assert names(b) == ["unpin"], "again: others may have found the fact stated meanwhile"
 
 
 def test_of_many_changes_that_fail_a_try_meets_few_and_each_has_its_turn(

@@ -579,6 +579,15 @@ def test_however_long_a_count_of_all_objects_takes_extents_are_published(
         assert a.shared.stats().failures == {}
 
 
+def resting_publisher() -> tuple[extent_publisher.ExtentPublisher, SharedCounters]:
+    """Make one whose store is left alone, and its counters."""
+    resting = Remote(Memory)
+    resting.close()
+    counters, paths = SharedCounters(), Paths("digest")
+    room = budget.Budget(resting, paths, 1, counters)
+    return extent_publisher.ExtentPublisher(resting, paths, room, counters), counters
+
+
 def test_a_deletion_does_not_look_at_all_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reset deletes thousands of extents at once, on the engine's thread."""
     looks = 0
@@ -590,10 +599,7 @@ def test_a_deletion_does_not_look_at_all_those_that_wait(monkeypatch: pytest.Mon
             return super().__iter__()
 
     monkeypatch.setattr(extent_publisher, "deque", Watched)
-    resting = Remote(Memory)
-    resting.close()
-    counters, paths = SharedCounters(), Paths("digest")
-    publisher = extent_publisher.ExtentPublisher(resting, paths, budget.Budget(resting, paths, 1, counters), counters)
+    publisher, _ = resting_publisher()
     for number in range(10):
         publisher.delete(extent_name(number))
     assert (publisher.pending, looks) == (10, 0)
@@ -604,10 +610,7 @@ def test_what_is_too_much_to_be_removed_is_told_once_and_not_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(extent_publisher, "MAX_REMOVALS", 4)
-    resting = Remote(Memory)
-    resting.close()
-    counters, paths = SharedCounters(), Paths("digest")
-    publisher = extent_publisher.ExtentPublisher(resting, paths, budget.Budget(resting, paths, 1, counters), counters)
+    publisher, counters = resting_publisher()
     for number in range(9):
         publisher.delete(extent_name(number))
     assert (publisher.pending, counters.snapshot().deleted) == (4, 4)

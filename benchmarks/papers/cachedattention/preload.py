@@ -175,7 +175,7 @@ def _computing(engine: Engine, rng: random.Random, repeats: int) -> float:
 
 
 class Reads:
-    """Watch a store's reads of extents, of which several go on at once: when each began and ended."""
+    """Watch a store's reads of extents, several at once: when each began and ended."""
 
     def __init__(self, store: KVStore) -> None:
         self.begins: list[float] = []

@@ -52,20 +52,8 @@ Model = Annotated[
 ]
 
 
-# Options of the command line that do nothing where another one is not given.
+# Options of the command line that do nothing without --memo.
 NEEDS_MEMO = (("threshold", "memo_mode"), "without --memo: give that too")
-NEEDS_IMPORTANCE = (
-    (*(f"importance_{name}" for name in ("alpha", "fallback", "renew", "share", "exact")), "reorder_interval"),
-    "without --importance: give that too",
-)
-
-
-def _refuse_useless(given: Given, engine: EngineConfig, memo: object = True) -> None:
-    """Refuse options that do nothing without another one. Raises: ConfigError."""
-    if engine.importance is None:
-        given.refuse(*NEEDS_IMPORTANCE)
-    if memo is None:
-        given.refuse(*NEEDS_MEMO)
 
 
 def _version(wanted: bool) -> None:
@@ -89,7 +77,8 @@ def serve(model: Model, server: ServerConfig, engine: EngineConfig, given: Given
     """Start an OpenAI-compatible server that keeps KV caches in device memory, host memory and on disk."""
     from afterglow.cli.serve import serve as run
 
-    _refuse_useless(given, engine, server.memo)
+    if server.memo is None:
+        given.refuse(*NEEDS_MEMO)
     return run(model, server, engine)
 
 
@@ -109,13 +98,10 @@ def cluster(context: typer.Context, options: ReplicaOptions) -> int:
 
 
 @command(app, "generate")
-def generate(
-    model: Model, options: GenerateOptions, sampling: SamplingOptions, engine: EngineConfig, given: Given
-) -> int:
+def generate(model: Model, options: GenerateOptions, sampling: SamplingOptions, engine: EngineConfig) -> int:
     """Continue a text: from --prompt, from --file, or from standard input."""
     from afterglow.cli.generate import generate as run
 
-    _refuse_useless(given, engine)
     return run(model, engine, options, sampling)
 
 
@@ -127,8 +113,6 @@ def chat(model: Model, options: ChatOptions, sampling: SamplingOptions, engine: 
     """
     from afterglow.cli.conversation import chat as run
 
-    if options.url is None:
-        _refuse_useless(given, engine)
     return run(model, engine, options, sampling, given)
 
 
@@ -155,7 +139,8 @@ def embed(
     """Turn texts into vectors of unit length: vectors are near where texts mean something alike."""
     from afterglow.cli.embed import embed as run
 
-    _refuse_useless(given, engine, options.memo)
+    if options.memo is None:
+        given.refuse(*NEEDS_MEMO)
     return run(options, engine)
 
 

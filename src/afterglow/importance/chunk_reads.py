@@ -71,7 +71,7 @@ class ChunkReads:
         self._coming.clear()
 
     def leave(self, layer: int) -> None:
-        """Forget the chunks of a layer that has all its rows, and of those before."""
+        """Forget the chunks of a layer that has all its rows, and of earlier layers."""
         self._count()
         self._coming = {key: coming for key, coming in self._coming.items() if key.layer > layer}
 

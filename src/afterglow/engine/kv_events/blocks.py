@@ -91,7 +91,7 @@ class Blocks:
         self._seed = hashlib.blake2b(seed.encode(), digest_size=32).digest()
         self._runs: dict[ExtentId, _Run] = {}
         # By block: how many extents have it in each tier. Several have it where their tokens are the same, and neither has a salt
-        # that is published: an operator's prefix, and rows from before it was registered or of prompts that begin with a part of it.
+        # that is published: an operator's prefix, and rows from before it was registered or of prompts that begin with a part of that prefix.
         self._counts: dict[int, int] = {}
 
     def __len__(self) -> int:

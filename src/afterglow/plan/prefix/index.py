@@ -209,7 +209,7 @@ class Index:
 
     def reach(self, extent: Extent) -> int:
         """Return the row up to which prompts match the path through an extent of the index by now. That is less than its end where
-        prompts with more of it begin with a registered prefix, whose rows lie elsewhere, and 0 below one that was forgotten."""
+        prompts with more of that path begin with a registered prefix, whose rows lie elsewhere, and 0 below one that was forgotten."""
         nodes: list[Node] = [extent.nodes[-1]]
         while (above := nodes[-1].parent) is not None:
             nodes.append(above)
